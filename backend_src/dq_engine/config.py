@@ -1,0 +1,86 @@
+"""Every setting of the engine, typed. `DQ_ENGINE_<NAME>` in the environment wins over the model's config.pbtxt."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import AliasChoices, Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from dq_engine.errors import CheckpointError
+
+
+class EngineConfig(BaseSettings):
+    """Settings of one engine. A field that is None is decided when the device and the checkpoint are known."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="DQ_ENGINE_", extra="forbid", populate_by_name=True, protected_namespaces=(), env_ignore_empty=True
+    )
+
+    model: str = Field(description="checkpoint directory, or the id of a repository on the Hugging Face hub")
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="of the language models and LocDiT; auto is bfloat16 on a GPU, float32 on a CPU"
+    )
+    attention: Literal["auto", "sdpa"] = Field(
+        default="auto", description="auto uses flash-attn where it takes the device, dtype and head size"
+    )
+    threads: int = Field(default=0, ge=0, description="CPU threads of one operation; 0 leaves it to torch")
+    inference_timesteps: int = Field(default=10, ge=1, le=100, description="Euler steps of the diffusion, per patch")
+    max_num_seqs: int | None = Field(default=None, ge=1, le=4096, description="streams at once; 512 on a GPU, 16 on a CPU")
+    max_num_batched_tokens: int = Field(default=8192, ge=1, description="most tokens in one step")
+    max_model_len: int | None = Field(
+        default=None, ge=16, description="most tokens and patches of one stream; min(4096, the checkpoint's max_length)"
+    )
+    max_prefill_tokens: int = Field(default=0, ge=0, description="most prompt tokens in one step; 0 = no own limit")
+    max_prefill_seqs: int = Field(default=0, ge=0, description="most prompts in one step; 0 = no own limit")
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1, description="share of the GPU's memory to fill")
+    num_kvcache_blocks: int = Field(
+        default=0,
+        ge=0,
+        validation_alias=AliasChoices("num_kvcache_blocks", "NANOVLLM_SERVERPOOL_NUM_KVCACHE_BLOCKS"),
+        description="KV blocks; 0 = what fits the memory",
+    )
+    queue_size: int = Field(default=1024, ge=1, description="requests that may wait for a slot")
+    queue_timeout_s: float | None = Field(
+        default=None, gt=0, description="longest wait for a slot, in seconds; 10 on a GPU, 120 on a CPU"
+    )
+
+    @classmethod
+    def settings_customise_sources(cls, settings_cls, init_settings, env_settings, **_):
+        return env_settings, init_settings
+
+    @classmethod
+    def from_parameters(cls, parameters: dict[str, str]) -> "EngineConfig":
+        """Settings from config.pbtxt parameters (all strings), under the environment's.
+
+        Raises:
+            ValueError: a parameter has no such setting, or a value is out of its limits; names each one.
+        """
+        try:
+            return cls(**{name: value for name, value in parameters.items() if value != ""})
+        except ValidationError as error:
+            faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise ValueError(f"engine settings: {faults}") from None
+
+
+def resolve_checkpoint(model: str) -> Path:
+    """The directory of a checkpoint, downloaded first when `model` is the id of a hub repository.
+
+    Raises:
+        CheckpointError: there is no such directory, and no such repository could be downloaded.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+        raise CheckpointError(f"{model} is neither a directory nor a hub id of the form owner/name")
+    from huggingface_hub import snapshot_download
+
+    # One of each kind of weight file is enough; other formats of the same weights are left on the hub.
+    patterns = ["*.json", "*.safetensors", "audiovae.pth", "tokenizer*"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except Exception as error:  # the hub's client raises many kinds; each says what went wrong
+        endpoint = os.environ.get("HF_ENDPOINT", "the Hugging Face hub")
+        raise CheckpointError(f"could not download {model} from {endpoint}: {error}") from error

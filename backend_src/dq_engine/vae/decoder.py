@@ -1,0 +1,182 @@
+"""The AudioVAE's decoder as a stream: each slot keeps, per causal convolution, the inputs its next output needs.
+
+Decoding a stream's patches one after the other gives the samples that decoding them all at once would give.
+"""
+
+import torch
+from torch import nn
+from torch.nn.functional import conv1d, conv_transpose1d
+
+from dq_engine.errors import CheckpointError
+from dq_engine.nano import (
+    AudioVAEV2,
+    CausalConv1d,
+    CausalDecoderBlock,
+    CausalTransposeConv1d,
+    NoiseBlock,
+    Snake1d,
+    causal_padding,
+    transposed_trim,
+)
+
+
+class Snake(nn.Module):
+    """x + sin(alpha x)^2 / alpha, per channel."""
+
+    def __init__(self, snake: Snake1d) -> None:
+        super().__init__()
+        self.register_buffer("alpha", snake.alpha.detach())
+        self.register_buffer("inverse", (snake.alpha.detach() + 1e-9).reciprocal())
+
+    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return torch.addcmul(x, self.inverse, torch.sin(self.alpha * x).square_())
+
+
+class Affine(nn.Module):
+    """x * scale + bias, per channel: the decoder's conditioning on its own output rate, a constant."""
+
+    def __init__(self, scale: torch.Tensor, bias: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("scale", scale[None, :, None])
+        self.register_buffer("bias", bias[None, :, None])
+
+    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return torch.addcmul(self.bias, x, self.scale)
+
+
+class StreamingConv(nn.Module):
+    """A causal convolution; state [slots, channels, padding] holds the last inputs. Weight norm is folded."""
+
+    def __init__(self, conv: CausalConv1d, slots: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", conv.weight.detach().clone())
+        self.register_buffer("conv_bias", None if conv.bias is None else conv.bias.detach().clone())
+        self.dilation, self.groups, self.padding = conv.dilation[0], conv.groups, causal_padding(conv)
+        self.register_buffer("state", self.weight.new_zeros(slots, conv.in_channels, self.padding))
+
+    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        if self.padding:
+            x = torch.cat([self.state[slots], x], dim=-1)
+            self.state[slots] = x[..., -self.padding :]
+        return conv1d(x, self.weight, self.conv_bias, dilation=self.dilation, groups=self.groups)
+
+
+class StreamingTransposedConv(nn.Module):
+    """A causal transposed convolution; state [slots, channels, context] holds the last inputs."""
+
+    def __init__(self, conv: CausalTransposeConv1d, slots: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", conv.weight.detach().clone())
+        self.register_buffer("conv_bias", None if conv.bias is None else conv.bias.detach().clone())
+        self.stride, self.trim = conv.stride[0], transposed_trim(conv)
+        self.context = (conv.kernel_size[0] - 1) // self.stride
+        self.register_buffer("state", self.weight.new_zeros(slots, conv.in_channels, self.context))
+
+    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        frames = x.size(-1)
+        if self.context:
+            x = torch.cat([self.state[slots], x], dim=-1)
+            self.state[slots] = x[..., -self.context :]
+        out = conv_transpose1d(x, self.weight, self.conv_bias, stride=self.stride)
+        # What the context alone gives went out with the chunk before; the tail belongs to the next.
+        return out[..., self.context * self.stride :][..., : frames * self.stride]
+
+
+class Residual(nn.Module):
+    """x + block(x)."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        y = x
+        for layer in self.layers:
+            y = layer(y, slots)
+        return x + y
+
+
+class Tanh(nn.Module):
+    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)
+
+
+class StreamingDecoder(nn.Module):
+    """Latents to audio, for any subset of the slots at a time.
+
+    Args:
+        vae: the weights; copied, so the VAE itself stays as it is.
+        slots: number of slots; slot numbers are below it.
+    """
+
+    def __init__(self, vae: AudioVAEV2, slots: int) -> None:
+        super().__init__()
+        self.samples_per_frame = vae.decoder_chunk_size
+        self.layers = nn.ModuleList(_streaming_layers(vae, slots))
+
+    @torch.inference_mode()
+    def decode(self, latents: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Decode the next frames of some streams.
+
+        Args:
+            latents: [B, frames, feat_dim].
+            slots: int64 [B], all different.
+
+        Returns:
+            [B, frames * samples_per_frame]
+        """
+        x = latents.transpose(1, 2)
+        for layer in self.layers:
+            x = layer(x, slots)
+        return x[:, 0]
+
+    @torch.inference_mode()
+    def reset(self, slots: torch.Tensor) -> None:
+        """Forget the past of some slots (int64 [B]): their next frames begin a stream."""
+        for module in self.modules():
+            state = getattr(module, "state", None)
+            if state is not None and state.numel():
+                state[slots] = 0
+
+
+def _streaming_layers(vae: AudioVAEV2, slots: int) -> list[nn.Module]:
+    decoder = vae.decoder
+    conditions = [None] * len(decoder.model) if decoder.sr_bin_boundaries is None else list(decoder.sr_cond_model)
+    layers = []
+    for layer, condition in zip(decoder.model, conditions, strict=True):
+        if condition is not None:
+            layers += _condition_layers(vae, condition, slots)
+        layers += _convert(layer, slots)
+    return layers
+
+
+def _condition_layers(vae: AudioVAEV2, condition: nn.Module, slots: int) -> list[nn.Module]:
+    rate = torch.tensor(vae.out_sample_rate, device=vae.decoder.sr_bin_boundaries.device)
+    index = torch.bucketize(rate, vae.decoder.sr_bin_boundaries)
+    if condition.cond_type in ("scale_bias", "scale_bias_init"):
+        scale, bias = condition.scale_embed.weight[index], condition.bias_embed.weight[index]
+    elif condition.cond_type == "add":
+        bias = condition.cond_embed.weight[index]
+        scale = torch.ones_like(bias)
+    else:
+        raise CheckpointError(f'config.json: audio_vae_config.cond_type "{condition.cond_type}" is not supported')
+    return [Affine(scale.detach(), bias.detach()), *_convert(condition.out_layer, slots)]
+
+
+def _convert(layer: nn.Module, slots: int) -> list[nn.Module]:
+    """The streaming form of one layer of the official decoder."""
+    if isinstance(layer, CausalConv1d):
+        return [StreamingConv(layer, slots)]
+    if isinstance(layer, CausalTransposeConv1d):
+        return [StreamingTransposedConv(layer, slots)]
+    if isinstance(layer, Snake1d):
+        return [Snake(layer)]
+    if isinstance(layer, nn.Tanh):
+        return [Tanh()]
+    if isinstance(layer, nn.Identity):
+        return []
+    if isinstance(layer, NoiseBlock):
+        raise CheckpointError("config.json: audio_vae_config.use_noise_block is not supported: its audio is random")
+    if isinstance(layer, CausalDecoderBlock | nn.Sequential):
+        return [new for child in (layer.block if isinstance(layer, CausalDecoderBlock) else layer) for new in _convert(child, slots)]
+    return [Residual([new for child in layer.block for new in _convert(child, slots)])]
