@@ -1,0 +1,1 @@
+"""Audio in (containers, rates, channels) and audio out (formats, rates)."""

@@ -1,0 +1,110 @@
+"""Chunks to callers, on a thread of their own, so that a copy or a slow callback never holds the engine up."""
+
+import dataclasses
+import logging
+import queue
+import threading
+import time
+
+import numpy as np
+
+from dq_engine.errors import RequestError
+from dq_engine.request import Chunk
+from dq_engine.sequence import Sequence
+from dq_engine.vae.stage import DecodedStep
+
+logger = logging.getLogger(__name__)
+
+_NOTHING = np.zeros(0, np.float32)
+# Steps that may wait here; when callbacks are slower than the device for this long, the engine waits for them.
+_MAX_STEPS = 64
+
+
+@dataclasses.dataclass
+class Delivered:
+    """One row of a decoded step: whose it is, and how the stream ends if it ends with it."""
+
+    sequence: Sequence
+    row: int
+    finish_reason: str | None
+
+
+class Delivery:
+    """Waits for decoded steps and hands each stream its chunk.
+
+    Args:
+        sample_rate: of the audio, in Hz.
+    """
+
+    def __init__(self, sample_rate: int) -> None:
+        self.sample_rate = sample_rate
+        self._items: queue.Queue = queue.Queue(maxsize=_MAX_STEPS)
+        self._first_chunk: dict[Sequence, float] = {}
+        self._latents: dict[Sequence, list[np.ndarray]] = {}
+        self._thread = threading.Thread(target=self._run, name="dq-delivery", daemon=True)
+        self._thread.start()
+
+    def put(self, decoded: DecodedStep, rows: list[Delivered]) -> None:
+        """Deliver a step's audio; `rows` are those of its rows that somebody still wants."""
+        self._items.put((decoded, rows))
+
+    def end(self, sequence: Sequence, chunk: Chunk) -> None:
+        """End a stream with `chunk`, after all that was put before."""
+        self._items.put((sequence, chunk))
+
+    def stop(self) -> None:
+        """End the thread once everything has been delivered."""
+        self._items.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._items.get()) is not None:
+            if isinstance(item[1], Chunk):
+                self._forget(item[0])
+                self._call(*item)
+            else:
+                self._deliver(*item)
+
+    def _deliver(self, decoded: DecodedStep, rows: list[Delivered]) -> None:
+        try:
+            audio, latents = decoded.wait()
+        except Exception as error:  # the device failed after the launch
+            logger.exception("a decoded step did not arrive")
+            for item in rows:
+                self._forget(item.sequence)
+                self._call(item.sequence, Chunk(_NOTHING, error=RequestError("INTERNAL", f"the device failed: {error}")))
+            return
+        now = time.monotonic()
+        for item in rows:
+            sequence, samples = item.sequence, audio[item.row]
+            self._first_chunk.setdefault(sequence, now)
+            if sequence.return_latents:
+                self._latents.setdefault(sequence, []).append(latents[item.row].copy())
+            if item.finish_reason is None:
+                self._call(sequence, Chunk(samples))
+                continue
+            stats = self._stats(sequence, samples.size)
+            kept = np.concatenate(self._latents[sequence]) if sequence.return_latents else None
+            self._forget(sequence)
+            self._call(sequence, Chunk(samples, finish_reason=item.finish_reason, stats=stats, latents=kept))
+
+    def _stats(self, sequence: Sequence, patch_samples: int) -> dict:
+        return {
+            "seed": sequence.seed,
+            "patches": sequence.generated,
+            "audio_s": round(sequence.generated * patch_samples / self.sample_rate, 3),
+            "ttfb_ms": round(1e3 * (self._first_chunk[sequence] - sequence.arrival), 2),
+            "queue_ms": round(1e3 * (sequence.admitted - sequence.arrival), 2),
+            "prompt_tokens": sequence.prompt_length,
+            "cached_tokens": 0,
+        }
+
+    def _forget(self, sequence: Sequence) -> None:
+        self._first_chunk.pop(sequence, None)
+        self._latents.pop(sequence, None)
+
+    def _call(self, sequence: Sequence, chunk: Chunk) -> None:
+        try:
+            sequence.stream.deliver(chunk)
+        except Exception:
+            logger.exception("a caller's on_chunk raised; its stream goes on without it")

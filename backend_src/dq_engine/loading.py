@@ -1,0 +1,116 @@
+"""From settings and a checkpoint's directory to the parts of an engine, sized for the device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dq_engine.config import EngineConfig
+from dq_engine.model.checkpoint import Checkpoint, load_checkpoint
+from dq_engine.runner import Runner
+from dq_engine.vae.decoder import StreamingDecoder
+from dq_engine.vae.encoder import VaeEncoder
+from dq_engine.vae.stage import VaeStage
+
+# Left free on a GPU for the scratch memory of the largest step and of encoding a minute of audio.
+_GPU_SCRATCH_BYTES = 6 * 2**30
+_DEFAULT_MAX_MODEL_LEN = 4096
+
+
+@dataclass
+class Limits:
+    """Sizes and times that the settings left to the device and the checkpoint."""
+
+    max_num_seqs: int
+    max_model_len: int
+    num_kv_blocks: int
+    kv_tokens: int
+    queue_timeout_s: float
+
+
+@dataclass
+class Parts:
+    """What an engine is made of."""
+
+    checkpoint: Checkpoint
+    limits: Limits
+    runner: Runner
+    vae: VaeStage
+    encoder: VaeEncoder
+
+
+def load(config: EngineConfig, path: Path, progress: Callable[[str, float], None]) -> Parts:
+    """Load the checkpoint onto the device and allocate what the streams will need.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be served.
+        ValueError: the settings do not go together, or do not fit the device.
+    """
+    device = _device(config.device)
+    on_gpu = device.type == "cuda"
+    dtype = {"auto": torch.bfloat16 if on_gpu else torch.float32}.get(config.dtype) or getattr(torch, config.dtype)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    max_num_seqs = config.max_num_seqs or (512 if on_gpu else 16)
+    if config.max_num_batched_tokens <= max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens ({config.max_num_batched_tokens}) must exceed max_num_seqs ({max_num_seqs}): "
+            "every running stream takes one token of a step"
+        )
+    checkpoint = load_checkpoint(path, device, dtype, config.inference_timesteps, progress)
+    max_model_len = _max_model_len(config, checkpoint)
+    runner = Runner(checkpoint, config.attention, config.inference_timesteps, max_num_seqs, max_model_len)
+    decoder = StreamingDecoder(checkpoint.vae, max_num_seqs).to(torch.float16 if on_gpu else torch.float32)
+    num_blocks = config.num_kvcache_blocks or _num_kv_blocks(config, runner, max_num_seqs, max_model_len)
+    runner.allocate_kv_cache(num_blocks)
+    limits = Limits(
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        num_kv_blocks=num_blocks,
+        kv_tokens=num_blocks * runner.block_size,
+        queue_timeout_s=config.queue_timeout_s or (10.0 if on_gpu else 120.0),
+    )
+    encoder = VaeEncoder(checkpoint.vae, checkpoint.model.patch_size)
+    return Parts(checkpoint, limits, runner, VaeStage(decoder, device), encoder)
+
+
+def _device(setting: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if setting == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if available else torch.device("cpu")
+    device = torch.device(setting)
+    if device.type == "cuda":
+        if not available:
+            raise ValueError(f"device is {setting}, but torch sees no CUDA device")
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= torch.cuda.device_count():
+            raise ValueError(f"device is {setting}, but there are {torch.cuda.device_count()} CUDA devices")
+        torch.cuda.set_device(device)
+    return device
+
+
+def _max_model_len(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    trained = min(checkpoint.config.max_length, checkpoint.config.lm_config.max_position_embeddings)
+    if config.max_model_len is None:
+        return min(_DEFAULT_MAX_MODEL_LEN, trained)
+    if config.max_model_len > trained:
+        raise ValueError(f"max_model_len ({config.max_model_len}) exceeds the checkpoint's max_length ({trained})")
+    return config.max_model_len
+
+
+def _num_kv_blocks(config: EngineConfig, runner: Runner, max_num_seqs: int, max_model_len: int) -> int:
+    """Blocks for all slots at full length, or as many as the GPU's memory holds."""
+    per_stream = -(-max_model_len // runner.block_size)
+    wanted = max_num_seqs * per_stream
+    if runner.device.type != "cuda":
+        return wanted
+    free, total = torch.cuda.mem_get_info(runner.device)
+    budget = int(total * config.gpu_memory_utilization) - (total - free) - _GPU_SCRATCH_BYTES
+    fitting = budget // runner.attention.bytes_per_block
+    if fitting < per_stream:
+        raise ValueError(
+            f"the GPU's memory does not hold the KV cache of one stream: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are "
+            "free; raise gpu_memory_utilization, or lower max_model_len or max_num_seqs"
+        )
+    return min(wanted, fitting)

@@ -1,0 +1,148 @@
+"""A request as the engine runs it: its tokens, its limits, how far it has come."""
+
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dq_engine.errors import invalid
+from dq_engine.request import Request
+from dq_engine.stream import Stream
+
+# The tokens that VoxCPM2 puts around audio (fixed by the trained model, in no tokenizer's vocabulary).
+AUDIO_START, REFERENCE_START, REFERENCE_END = 101, 103, 104
+# The official guard on length: 6 patches for each token of the target text, and 10.
+GUARD_PATCHES_PER_TOKEN, GUARD_PATCHES = 6, 10
+MAX_PATCHES = 2000
+DEFAULT_MIN_LENGTH = 2
+# The official decoder of a continuation starts from the last patches of the prompt (and, if it is shorter, of the reference).
+CONTEXT_PATCHES = 3
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One stream of the engine.
+
+    Args:
+        stream: where its audio goes.
+        token_ids: int64 [n], the prompt; 0 where a patch stands.
+        patches: float32 [a, patch_size, feat_dim], the prompt's patches.
+        patch_rows: int64 [a], where in `token_ids` they stand, ascending.
+        continues: the prompt ends with a recording that is to be continued.
+        min_length: a stop is obeyed after patch i (from 0) if i > min_length.
+        max_patches: most patches to generate.
+    """
+
+    stream: Stream
+    token_ids: np.ndarray
+    patches: np.ndarray
+    patch_rows: np.ndarray
+    continues: bool
+    seed: int
+    cfg_value: float
+    temperature: float
+    min_length: int
+    max_patches: int
+    return_latents: bool
+    slot: int = -1
+    blocks: list[int] = field(default_factory=list)
+    prefilled: int = 0
+    launched: int = 0
+    """Patches whose generation has been launched on the device."""
+    generated: int = 0
+    """Patches that have been generated and kept."""
+    admitted: float = 0.0
+    ended: bool = False
+
+    @property
+    def arrival(self) -> float:
+        """When the request was submitted, by time.monotonic()."""
+        return self.stream.created
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens that will ever be in the KV cache: the last patch is not fed back."""
+        return self.prompt_length + self.max_patches - 1
+
+    @property
+    def vae_context(self) -> np.ndarray | None:
+        """float32 [frames, feat_dim], what the decoder is to have seen before the first patch."""
+        if not self.continues:
+            return None
+        return self.patches[-CONTEXT_PATCHES:].reshape(-1, self.patches.shape[-1])
+
+
+class PromptBuilder:
+    """Makes sequences out of requests whose recordings are encoded.
+
+    Args:
+        tokenizer: text -> token ids.
+        patch_size: latent frames of a patch.
+        feat_dim: channels of a frame.
+        max_model_len: most tokens and patches of one stream.
+    """
+
+    def __init__(
+        self, tokenizer: Callable[[str], list[int]], patch_size: int, feat_dim: int, max_model_len: int
+    ) -> None:
+        self.patch_size, self.feat_dim, self.max_model_len = patch_size, feat_dim, max_model_len
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()  # a tokenizer of the tokenizers library must not be used by two threads at once
+
+    def tokenize(self, text: str) -> list[int]:
+        with self._lock:
+            return self._tokenizer(text)
+
+    def build(self, request: Request, stream: Stream, seed: int) -> Sequence:
+        """Lay the request's tokens out: [reference] text [prompt].
+
+        Raises:
+            RequestError: INVALID_ARG, the request does not fit max_model_len.
+        """
+        text = request.text if request.control is None else f"({request.control.strip()}){request.text}"
+        text = re.sub(r"\s+", " ", text)
+        target_tokens = len(self.tokenize(text))
+        ids = [*self.tokenize((request.prompt_text or "") + text), AUDIO_START]
+        shape = (-1, self.patch_size, self.feat_dim)
+        patches, rows = [np.zeros((0, *shape[1:]), np.float32)], []
+        if request.reference_latents is not None:
+            reference = request.reference_latents.reshape(shape)
+            ids = [REFERENCE_START, *[0] * len(reference), REFERENCE_END, *ids]
+            patches.append(reference)
+            rows += range(1, len(reference) + 1)
+        if request.prompt_latents is not None:
+            prompt = request.prompt_latents.reshape(shape)
+            rows += range(len(ids), len(ids) + len(prompt))
+            ids += [0] * len(prompt)
+            patches.append(prompt)
+        room = self.max_model_len - len(ids)
+        low, high = request.min_generate_length, request.max_generate_length
+        if room < max(1, low or 1):
+            needed = f" and min_generate_length {low}" if low else ""
+            raise invalid("text", f"the prompt has {len(ids)} tokens{needed}, max_model_len is {self.max_model_len}")
+        if high is None:
+            high = min(GUARD_PATCHES_PER_TOKEN * target_tokens + GUARD_PATCHES, MAX_PATCHES, room)
+            high = max(high, low or 0)
+        elif high > room:
+            raise invalid(
+                "max_generate_length", f"{high} and the prompt's {len(ids)} tokens exceed max_model_len ({self.max_model_len})"
+            )
+        return Sequence(
+            stream=stream,
+            token_ids=np.array(ids, np.int64),
+            patches=np.concatenate(patches),
+            patch_rows=np.array(rows, np.int64),
+            continues=request.prompt_latents is not None,
+            seed=seed,
+            cfg_value=request.cfg_value,
+            temperature=request.temperature,
+            min_length=DEFAULT_MIN_LENGTH if low is None else low,
+            max_patches=high,
+            return_latents=request.return_latents,
+        )

@@ -1,0 +1,76 @@
+"""The decoding stage: new latents of all streams of a step, in one batch, beside the next step."""
+
+import contextlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dq_engine.vae.decoder import StreamingDecoder
+
+
+@dataclass
+class DecodedStep:
+    """Audio of one step, on its way to the host.
+
+    Args:
+        audio: float32 [R, samples].
+        latents: float32 [R, patch_size, feat_dim], what it was decoded from.
+        ready: has passed when both have arrived; None on a CPU.
+    """
+
+    audio: torch.Tensor
+    latents: torch.Tensor
+    ready: torch.cuda.Event | None
+
+    def wait(self) -> tuple[np.ndarray, np.ndarray]:
+        if self.ready is not None:
+            self.ready.synchronize()
+        return self.audio.numpy(), self.latents.numpy()
+
+
+class VaeStage:
+    """Owns the decoder's slots. On a GPU everything runs on a CUDA stream of its own.
+
+    Args:
+        decoder: on the device, in the dtype it is to run in.
+        device: where it is.
+    """
+
+    def __init__(self, decoder: StreamingDecoder, device: torch.device) -> None:
+        self.decoder, self.device = decoder, device
+        self.dtype = next(decoder.buffers()).dtype
+        self.cuda_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, slot: int, context: np.ndarray | None) -> None:
+        """Begin a stream in a slot, after decoding (and dropping) `context`, float32 [frames, feat_dim]."""
+        with self._on_stream():
+            slots = torch.tensor([slot], device=self.device)
+            self.decoder.reset(slots)
+            if context is not None:
+                self.decoder.decode(torch.from_numpy(context).to(self.device, self.dtype)[None], slots)
+
+    def decode(self, slots: torch.Tensor, latents: torch.Tensor) -> DecodedStep:
+        """Decode the next patch of each stream.
+
+        Args:
+            slots: int64 [R].
+            latents: [R, patch_size, feat_dim].
+        """
+        if self.cuda_stream is not None:
+            self.cuda_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with self._on_stream():
+            audio = self.decoder.decode(latents.to(self.dtype), slots).float()
+            latents_host = latents.float()
+            if self.cuda_stream is None:
+                return DecodedStep(audio, latents_host, None)
+            # The allocator must not hand these to the main stream before this one has read them.
+            slots.record_stream(self.cuda_stream)
+            latents.record_stream(self.cuda_stream)
+            host = [torch.empty(t.shape, pin_memory=True).copy_(t, non_blocking=True) for t in (audio, latents_host)]
+            ready = torch.cuda.Event()
+            ready.record(self.cuda_stream)
+            return DecodedStep(*host, ready)
+
+    def _on_stream(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if self.cuda_stream is None else torch.cuda.stream(self.cuda_stream)
