@@ -27,7 +27,9 @@ class EngineConfig(BaseSettings):
     )
     threads: int = Field(default=0, ge=0, description="CPU threads of one operation; 0 leaves it to torch")
     inference_timesteps: int = Field(default=10, ge=1, le=100, description="Euler steps of the diffusion, per patch")
-    max_num_seqs: int | None = Field(default=None, ge=1, le=4096, description="streams at once; 512 on a GPU, 16 on a CPU")
+    max_num_seqs: int | None = Field(
+        default=None, ge=1, le=4096, description="streams at once; 512 on a GPU, 16 on a CPU"
+    )
     max_num_batched_tokens: int = Field(default=8192, ge=1, description="most tokens in one step")
     max_model_len: int | None = Field(
         default=None, ge=16, description="most tokens and patches of one stream; min(4096, the checkpoint's max_length)"

@@ -72,7 +72,9 @@ class Delivery:
             logger.exception("a decoded step did not arrive")
             for item in rows:
                 self._forget(item.sequence)
-                self._call(item.sequence, Chunk(_NOTHING, error=RequestError("INTERNAL", f"the device failed: {error}")))
+                self._call(
+                    item.sequence, Chunk(_NOTHING, error=RequestError("INTERNAL", f"the device failed: {error}"))
+                )
             return
         now = time.monotonic()
         for item in rows:

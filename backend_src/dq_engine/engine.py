@@ -1,8 +1,8 @@
 """The engine: requests from any thread in, audio out through callbacks or iterators, one thread that runs the steps.
 
-    with DqCoreEngine(EngineConfig(model="models/small")) as engine:
-        for chunk in engine.submit(Request(text="peter sells nine green toys")):
-            play(chunk.samples)
+with DqCoreEngine(EngineConfig(model="models/small")) as engine:
+    for chunk in engine.submit(Request(text="peter sells nine green toys")):
+        play(chunk.samples)
 """
 
 import itertools
@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
 from dq_engine.audio.encode_stage import EncodeStage
 from dq_engine.config import EngineConfig, resolve_checkpoint
@@ -68,7 +67,10 @@ class DqCoreEngine:
         self.sample_rate = checkpoint.vae.out_sample_rate
         self.patch_size, self.feat_dim = checkpoint.model.patch_size, checkpoint.model.feat_dim
         self._prompts = PromptBuilder(
-            checkpoint.tokenizer, self.patch_size, self.feat_dim, min(self._limits.max_model_len, self._limits.kv_tokens)
+            checkpoint.tokenizer,
+            self.patch_size,
+            self.feat_dim,
+            min(self._limits.max_model_len, self._limits.kv_tokens),
         )
         self._scheduler = Scheduler(
             BlockPool(self._limits.num_kv_blocks, self._runner.block_size),
@@ -78,7 +80,7 @@ class DqCoreEngine:
             self.config.max_prefill_seqs,
         )
         self._encode, self._delivery = EncodeStage(parts.encoder), Delivery(self.sample_rate)
-        # Where the device is asynchronous the host launches a step before it knows whether the last one stopped a stream.
+        # Where the device is asynchronous the host launches a step before it knows whom the last one stopped.
         self._run_ahead = 0 if self._runner.device.type == "cpu" else 1
         self._in_flight: deque[tuple[Step, StepOutput, DecodedStep]] = deque()
         self._thread = threading.Thread(target=self._run, name="dq-engine", daemon=True)
@@ -97,8 +99,8 @@ class DqCoreEngine:
                 the stream.
 
         Raises:
-            RequestError: INVALID_ARG for a field that can be seen to be wrong, UNAVAILABLE when the queue is full or the
-                engine is not serving. What turns out later (a broken recording, say) ends the stream.
+            RequestError: INVALID_ARG for a field that can be seen to be wrong, UNAVAILABLE when the queue is full or
+                the engine is not serving. What turns out later (a broken recording, say) ends the stream.
         """
         request.validate(self.feat_dim, self.patch_size)
         stream = Stream(next(self._ids), on_chunk, self._cancel)

@@ -110,7 +110,7 @@ def _num_kv_blocks(config: EngineConfig, runner: Runner, max_num_seqs: int, max_
     fitting = budget // runner.attention.bytes_per_block
     if fitting < per_stream:
         raise ValueError(
-            f"the GPU's memory does not hold the KV cache of one stream: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are "
-            "free; raise gpu_memory_utilization, or lower max_model_len or max_num_seqs"
+            f"the GPU's memory does not hold the KV cache of one stream: {free / 2**30:.1f} of {total / 2**30:.1f} GiB "
+            "are free; raise gpu_memory_utilization, or lower max_model_len or max_num_seqs"
         )
     return min(wanted, fitting)

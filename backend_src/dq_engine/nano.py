@@ -115,21 +115,21 @@ def copy_weight(model: VoxCPM2Model, name: str, value: torch.Tensor) -> str:
         AttributeError: the model has no such parameter.
         ValueError: the shape does not fit.
     """
-    for part, (packed, shard) in model.packed_modules_mapping.items():
-        if part in name.split("."):
-            target = name.replace(f".{part}.", f".{packed}.")
-            parameter = model.get_parameter(target)
-            expected = _shard_shape(model.get_submodule(target.rpartition(".")[0]), parameter, shard)
-            load = lambda: parameter.weight_loader(parameter, value, shard)  # noqa: E731
-            break
-    else:
-        target, parameter = name, model.get_parameter(name)
-        expected = tuple(parameter.shape)
-        loader = getattr(parameter, "weight_loader", None)
-        load = (lambda: loader(parameter, value)) if loader else (lambda: parameter.data.copy_(value))
+    part = next((p for p in model.packed_modules_mapping if p in name.split(".")), None)
+    target, arguments = name, ()
+    if part is not None:
+        packed, shard = model.packed_modules_mapping[part]
+        target, arguments = name.replace(f".{part}.", f".{packed}."), (shard,)
+    parameter = model.get_parameter(target)
+    expected = tuple(parameter.shape)
+    if arguments:
+        expected = _shard_shape(model.get_submodule(target.rpartition(".")[0]), parameter, *arguments)
     if tuple(value.shape) != expected:
         raise ValueError(f"has shape {list(value.shape)}, config.json makes it {list(expected)}")
-    load()
+    if hasattr(parameter, "weight_loader"):
+        parameter.weight_loader(parameter, value, *arguments)
+    else:
+        parameter.data.copy_(value)
     return target
 
 

@@ -131,7 +131,8 @@ class PromptBuilder:
             high = max(high, low or 0)
         elif high > room:
             raise invalid(
-                "max_generate_length", f"{high} and the prompt's {len(ids)} tokens exceed max_model_len ({self.max_model_len})"
+                "max_generate_length",
+                f"{high} and the prompt's {len(ids)} tokens exceed max_model_len ({self.max_model_len})",
             )
         return Sequence(
             stream=stream,

@@ -19,7 +19,9 @@ class Stream:
         on_cancel: tells the engine that the caller has left.
     """
 
-    def __init__(self, id: int, on_chunk: Callable[[Chunk], None] | None, on_cancel: Callable[["Stream"], None]) -> None:
+    def __init__(
+        self, id: int, on_chunk: Callable[[Chunk], None] | None, on_cancel: Callable[["Stream"], None]
+    ) -> None:
         self.id = id
         self.created = time.monotonic()
         self.cancelled = False

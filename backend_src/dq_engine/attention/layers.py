@@ -1,4 +1,4 @@
-"""The attention of a model's layers: chooses the backend and puts it, with a KV cache, in place of nano-vllm-voxcpm's."""
+"""The attention of a model's layers: chooses the backend, owns the KV cache, takes the place of nano-vllm-voxcpm's."""
 
 import torch
 from torch import nn

@@ -40,7 +40,5 @@ class SdpaBackend(AttentionBackend):
         blocks = metadata.block_tables[:, : -(-metadata.max_context // self.block_size)]
         k, v = (cache[blocks].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache))
         mask = torch.arange(k.size(2), device=q.device) < metadata.context_lens[:, None]
-        out = scaled_dot_product_attention(
-            q[:, :, None], k, v, mask[:, None, None], scale=scale, enable_gqa=True
-        )
+        out = scaled_dot_product_attention(q[:, :, None], k, v, mask[:, None, None], scale=scale, enable_gqa=True)
         return out[:, :, 0]

@@ -45,11 +45,9 @@ def decode_audio(data: bytes, field: str, rate: int) -> np.ndarray:
         raise invalid(field, f"is not an audio file that can be decoded ({error.error_string})") from None
     if len(samples) < min(promised, MAX_AUDIO_SECONDS * source_rate):
         raise invalid(field, f"ends early: its header promises {promised} frames, {len(samples)} are there")
-    seconds = len(samples) / source_rate
+    seconds = max(promised, len(samples)) / source_rate
     if not MIN_AUDIO_SECONDS <= seconds <= MAX_AUDIO_SECONDS:
-        raise invalid(
-            field, f"must last {MIN_AUDIO_SECONDS:g} to {MAX_AUDIO_SECONDS:g} s, this is {max(promised, len(samples)) / source_rate:.2f} s"
-        )
+        raise invalid(field, f"must last {MIN_AUDIO_SECONDS:g} to {MAX_AUDIO_SECONDS:g} s, this is {seconds:.2f} s")
     mono = np.ascontiguousarray(samples.mean(axis=1))
     if not np.isfinite(mono).all():
         raise invalid(field, "has samples that are not finite")
@@ -86,7 +84,9 @@ def _check_riff(data: bytes, field: str) -> None:
         start += 8
         if name == b"data":
             if size not in _UNKNOWN_SIZES and start + size > len(data):
-                raise invalid(field, f"ends early: its header promises {size} bytes of samples, {len(data) - start} are there")
+                raise invalid(
+                    field, f"ends early: its header promises {size} bytes of samples, {len(data) - start} are there"
+                )
             return
         start += size + size % 2
 

@@ -42,7 +42,9 @@ class Checkpoint:
     mean_mode: bool
 
 
-def load_checkpoint(path: Path, device: torch.device, dtype: torch.dtype, timesteps: int, progress: Progress) -> Checkpoint:
+def load_checkpoint(
+    path: Path, device: torch.device, dtype: torch.dtype, timesteps: int, progress: Progress
+) -> Checkpoint:
     """Load everything under `path`; `progress` is told what is being done and how far it is (0 to 1).
 
     Raises:
@@ -75,7 +77,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def _read_config(path: Path) -> tuple[VoxCPM2Config, bool]:
     file = path / "config.json"
     if not file.is_file():
-        raise CheckpointError(f"{path} has no config.json: it is not a VoxCPM2 checkpoint, or its download is incomplete")
+        raise CheckpointError(
+            f"{path} has no config.json: it is not a VoxCPM2 checkpoint, or its download is incomplete"
+        )
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -132,14 +136,10 @@ def _load_weights(model: VoxCPM2Model, path: Path, progress: Progress) -> None:
             with safe_open(file, "pt", "cpu") as tensors:
                 names = list(tensors.keys())
                 for count, name in enumerate(names):
-                    try:
-                        target = copy_weight(model, name, tensors.get_tensor(name))
-                    except AttributeError:
+                    if (target := _copy(model, file, name, tensors.get_tensor(name))) is None:
                         ignored.append(name)
-                        continue
-                    except ValueError as error:
-                        raise CheckpointError(f"{file}: {name} {error}; the file and config.json do not belong together")
-                    seen[target] = seen.get(target, 0) + 1
+                    else:
+                        seen[target] = seen.get(target, 0) + 1
                     progress("weights", (index + (count + 1) / len(names)) / len(files))
         except SafetensorError as error:
             raise CheckpointError(f"{file} is damaged ({error}); download it again") from None
@@ -151,7 +151,19 @@ def _load_weights(model: VoxCPM2Model, path: Path, progress: Progress) -> None:
             "a file of several may be missing, or config.json belongs to another checkpoint"
         )
     if ignored:
-        logger.warning("%s: %d tensors that the model does not have were ignored, the first is %s", path, len(ignored), ignored[0])
+        logger.warning(
+            "%s: %d tensors that the model does not have were ignored, the first is %s", path, len(ignored), ignored[0]
+        )
+
+
+def _copy(model: VoxCPM2Model, file: Path, name: str, value: torch.Tensor) -> str | None:
+    """The parameter that a tensor went into, or None if the model has none for it."""
+    try:
+        return copy_weight(model, name, value)
+    except AttributeError:
+        return None
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {name} {error}; the file and config.json do not belong together") from None
 
 
 def _load_vae(config: VoxCPM2Config, path: Path) -> AudioVAEV2:
@@ -164,7 +176,9 @@ def _load_vae(config: VoxCPM2Config, path: Path) -> AudioVAEV2:
             file, state = pickled, torch.load(pickled, map_location="cpu", weights_only=True)
             state = state.get("state_dict", state)
         else:
-            raise CheckpointError(f"{path} has neither audiovae.safetensors nor audiovae.pth; its download is incomplete")
+            raise CheckpointError(
+                f"{path} has neither audiovae.safetensors nor audiovae.pth; its download is incomplete"
+            )
     except CheckpointError:
         raise
     except Exception as error:  # torch.load raises many kinds, an unpickling error for a forbidden object among them
@@ -173,7 +187,9 @@ def _load_vae(config: VoxCPM2Config, path: Path) -> AudioVAEV2:
         warnings.simplefilter("ignore", FutureWarning)  # nano-vllm-voxcpm uses the older form of weight norm
         vae = AudioVAEV2(config=config.audio_vae_config)
     if vae.latent_dim != config.feat_dim:
-        raise CheckpointError(f"{path}/config.json: audio_vae_config.latent_dim must equal feat_dim ({config.feat_dim})")
+        raise CheckpointError(
+            f"{path}/config.json: audio_vae_config.latent_dim must equal feat_dim ({config.feat_dim})"
+        )
     try:
         result = vae.load_state_dict(state, strict=False)
     except RuntimeError as error:

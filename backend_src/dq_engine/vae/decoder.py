@@ -178,5 +178,9 @@ def _convert(layer: nn.Module, slots: int) -> list[nn.Module]:
     if isinstance(layer, NoiseBlock):
         raise CheckpointError("config.json: audio_vae_config.use_noise_block is not supported: its audio is random")
     if isinstance(layer, CausalDecoderBlock | nn.Sequential):
-        return [new for child in (layer.block if isinstance(layer, CausalDecoderBlock) else layer) for new in _convert(child, slots)]
+        return [
+            new
+            for child in (layer.block if isinstance(layer, CausalDecoderBlock) else layer)
+            for new in _convert(child, slots)
+        ]
     return [Residual([new for child in layer.block for new in _convert(child, slots)])]
