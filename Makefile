@@ -1,0 +1,59 @@
+# `make help` lists what there is. Every target sets up what is missing first (tools/setup.sh); a second run starts at once.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-test demo serve test test-all lint clean
+
+# make MODEL=openbmb/VoxCPM2 demo: a directory or a repository of the Hugging Face hub
+MODEL ?= models/small
+HTTP_PORT ?= 8000
+GRPC_PORT ?= 8001
+METRICS_PORT ?= 8002
+# The interpreter of .venv (python3, python3.12, 3.11 or 3.10 by default), and an additional index to take torch from.
+PYTHON ?=
+TORCH_INDEX ?=
+# Of the demo
+TEXT ?=
+REFERENCE ?=
+OUT ?=
+# Of the tests: PYTEST='tests/triton -k cancel' runs some of them
+PYTEST ?=
+
+export MODEL HTTP_PORT GRPC_PORT METRICS_PORT PYTHON TORCH_INDEX TEXT REFERENCE OUT
+
+python := .venv/bin/python
+
+help:
+	@echo "make demo      one sentence through a real server into demo.wav and demo.png"
+	@echo "               MODEL=openbmb/VoxCPM2 or /dir, TEXT='...', REFERENCE=voice.wav, OUT=demo.wav"
+	@echo "make serve     the server in the foreground until Ctrl-C; MODEL, HTTP_PORT, GRPC_PORT, METRICS_PORT"
+	@echo "make test      every test that needs no GPU and is not slow; PYTEST='arguments of pytest'"
+	@echo "make test-all  the slow and the GPU tests too"
+	@echo "make lint      ruff"
+	@echo "make setup     only sets up .venv; PYTHON=python3.12, TORCH_INDEX=index of PyTorch's CPU builds"
+	@echo "make clean     removes .venv and what builds and tests leave"
+
+setup:
+	@tools/setup.sh server
+
+setup-test:
+	@tools/setup.sh test
+
+demo: setup
+	@exec $(python) tools/demo.py
+
+serve: setup
+	@exec docker/entrypoint.sh
+
+test: setup-test
+	$(python) -m pytest -m "not slow and not gpu" $(PYTEST)
+
+test-all: setup-test
+	$(python) -m pytest $(PYTEST)
+
+lint: setup-test
+	$(python) -m ruff check .
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis backend_src/*.egg-info backend_src/build
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
