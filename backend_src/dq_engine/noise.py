@@ -1,4 +1,4 @@
-"""The noise that every patch starts from: a counter-based generator, so a stream's noise depends on nothing but its seed.
+"""The noise that every patch starts from: counter-based, so a stream's noise depends on nothing but its seed.
 
 Philox 4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011) with
 key = the request's seed and counter = (index within the patch, step); Box-Muller turns its words into normals. The

@@ -31,8 +31,8 @@ class Request:
         cfg_value: weight of classifier-free guidance, 0 to 10.
         temperature: scale of the initial noise of every patch, 0 to 2.
         seed: key of the noise, at least 0; drawn and reported when absent.
-        min_generate_length: patches before a stop is obeyed. 2 (the default) has the official model's meaning: a stop is
-            obeyed from the fourth patch on; an explicit n means that at least n + 2 patches are made, likewise.
+        min_generate_length: patches before a stop is obeyed. it has the official model's meaning: with n, at least
+            n + 2 patches are made; 2 by default.
         max_generate_length: most patches to make; replaces the guard of 6 x text tokens + 10.
         return_latents: hand the generated latents out with the last chunk.
     """
@@ -122,8 +122,8 @@ class Chunk:
 
     Args:
         samples: float32 [n] at the model's sample rate; may be empty in the last chunk only.
-        finish_reason: "stop" (the model ended), "length" (the maximum was reached) or "cancelled".
-        stats: seed, patches, audio_s, ttfb_ms, queue_ms, prompt_tokens, cached_tokens; on a finished stream's last chunk.
+        finish_reason: "stop" (by the model), "length" (the maximum was reached) or "cancelled".
+        stats: seed, patches, audio_s, ttfb_ms, queue_ms, prompt_tokens, cached_tokens; on the last, if it finished.
         latents: float32 [frames, feat_dim], what was generated; on the last chunk when asked for.
         error: why the stream broke off.
     """

@@ -34,7 +34,7 @@ class Step:
 
 
 class Scheduler:
-    """First come, first served. A stream is admitted once a slot is free and blocks for its longest possible length are.
+    """First come, first served. A stream is admitted once a slot and blocks for its longest possible length are free.
 
     Args:
         pool: the KV cache's blocks.

@@ -17,7 +17,7 @@ AUDIO_START, REFERENCE_START, REFERENCE_END = 101, 103, 104
 GUARD_PATCHES_PER_TOKEN, GUARD_PATCHES = 6, 10
 MAX_PATCHES = 2000
 DEFAULT_MIN_LENGTH = 2
-# The official decoder of a continuation starts from the last patches of the prompt (and, if it is shorter, of the reference).
+# The official decoder of a continuation starts from the last patches of the prompt (of the reference too, if shorter).
 CONTEXT_PATCHES = 3
 
 

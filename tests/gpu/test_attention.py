@@ -25,7 +25,7 @@ def backends() -> tuple[AttentionBackend, AttentionBackend]:
 def _caches(
     backend: AttentionBackend, keys: torch.Tensor, values: torch.Tensor, contexts: list[int], order: np.ndarray
 ):
-    """Paged caches of a backend's own block size, holding the same tokens; blocks are handed out in a shuffled order."""
+    """Paged caches of a backend's own block size, holding the same tokens, their blocks in a shuffled order."""
     size = backend.block_size
     counts = [-(-c // size) for c in contexts]
     blocks = np.argsort(order[: sum(counts)])
