@@ -10,6 +10,7 @@ from dq_engine.errors import invalid
 
 FORMATS = ("f32", "pcm16", "pcm16_base64", "wav", "wav_base64")
 MIN_RATE, MAX_RATE = 8_000, 48_000
+_NOTHING = np.zeros(0, np.float32)
 
 
 class OutputEncoder:
@@ -40,9 +41,9 @@ class OutputEncoder:
         """Encode the next samples, float32 [n]; what a resampler still holds back comes with a later chunk."""
         return self._bytes(samples, last=False)
 
-    def finish(self) -> bytes:
-        """What is left at the stream's end."""
-        return self._bytes(np.zeros(0, np.float32), last=True)
+    def finish(self, samples: np.ndarray = _NOTHING) -> bytes:
+        """Encode the stream's last samples and what is left of it, as one chunk."""
+        return self._bytes(samples, last=True)
 
     def _bytes(self, samples: np.ndarray, last: bool) -> bytes:
         if self._resampler is not None:

@@ -68,7 +68,10 @@ class Audio(msgspec.Struct, tag=True, frozen=True):
 
 
 class Finished(msgspec.Struct, tag=True, frozen=True):
-    """Worker to supervisor: a stream's last piece, perhaps empty. `latents`: float32 [frames, feat_dim], when asked for."""
+    """Worker to supervisor: a stream's last piece of audio, perhaps empty, and how it ended.
+
+    `latents`: float32 [frames, feat_dim], when they were asked for.
+    """
 
     id: int
     audio: bytes

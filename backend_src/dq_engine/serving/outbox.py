@@ -1,0 +1,128 @@
+"""Audio on its way out of a worker: encoded, joined while the road is busy, and bounded."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from dq_engine.audio.output import OutputEncoder
+from dq_engine.errors import RequestError
+from dq_engine.request import Chunk
+from dq_engine.serving.messages import Audio, Failed, Finished, FromWorker, StreamMessage
+
+logger = logging.getLogger(__name__)
+
+_NOTHING = np.zeros(0, np.float32)
+MAX_WAITING_BYTES = 1 << 30
+"""Samples that may wait here, all streams together: 95 minutes of 48 kHz audio."""
+
+
+class OutgoingStream:
+    """One stream's chunks that have not been sent yet.
+
+    Args:
+        id: its number in messages.
+        encoder: of its audio; used by the outbox's thread only.
+        sample_rate: of the encoded audio, in Hz.
+        whole: True to send everything in one message at the end.
+        on_give_up: called when the rest of the stream is of no use any more.
+    """
+
+    def __init__(
+        self, id: int, encoder: OutputEncoder, sample_rate: int, whole: bool, on_give_up: Callable[[], None]
+    ) -> None:
+        self.id = id
+        self.encoder, self.sample_rate, self.whole = encoder, sample_rate, whole
+        self.on_give_up = on_give_up
+        self.samples: list[np.ndarray] = []
+        self.last: Chunk | None = None
+        self.in_line = False
+
+
+class Outbox:
+    """Takes chunks on the engine's delivery thread and never blocks it; sends messages from a thread of its own.
+
+    Whatever a stream has gathered when its turn comes goes out as one message, so chunks grow where the supervisor is
+    slow. Samples are joined before they are encoded: encoded pieces (base64, say) cannot always be.
+
+    Args:
+        send: sends one message; may block for as long as the receiver is busy.
+    """
+
+    def __init__(self, send: Callable[[FromWorker], None]) -> None:
+        self._send = send
+        self._condition = threading.Condition()
+        # All below are guarded by _condition.
+        self._line: deque[OutgoingStream | FromWorker] = deque()
+        self._waiting_bytes = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="dq-outbox", daemon=True)
+        self._thread.start()
+
+    def post(self, message: FromWorker) -> None:
+        """Send a message that belongs to no chunk."""
+        with self._condition:
+            self._line.append(message)
+            self._condition.notify()
+
+    def put(self, stream: OutgoingStream, chunk: Chunk) -> None:
+        """Send a stream's next chunk, later and with its neighbours if need be."""
+        overflow = None
+        with self._condition:
+            if stream.last is not None:
+                return  # it was given up before
+            if self._waiting_bytes + chunk.samples.nbytes > MAX_WAITING_BYTES:
+                message = f"over {MAX_WAITING_BYTES >> 20} MiB of audio wait to be sent; this stream was given up"
+                overflow = stream.on_give_up
+                chunk = Chunk(_NOTHING, error=RequestError("UNAVAILABLE", message))
+            if chunk.samples.size:
+                stream.samples.append(chunk.samples)
+                self._waiting_bytes += chunk.samples.nbytes
+            if chunk.is_last:
+                stream.last = chunk
+            if not stream.in_line and (chunk.is_last or not stream.whole):
+                stream.in_line = True
+                self._line.append(stream)
+                self._condition.notify()
+        if overflow is not None:
+            overflow()
+
+    def close(self) -> None:
+        """Send what waits, then end the thread."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._line or self._closed)
+                if not self._line:
+                    return
+                item = self._line.popleft()
+                if isinstance(item, OutgoingStream):
+                    item.in_line = False
+                    samples, item.samples = item.samples, []
+                    self._waiting_bytes -= sum(piece.nbytes for piece in samples)
+                    last = item.last
+            self._send(self._message(item, samples, last) if isinstance(item, OutgoingStream) else item)
+
+    def _message(self, stream: OutgoingStream, samples: list[np.ndarray], last: Chunk | None) -> StreamMessage:
+        if last is not None and last.error is not None:
+            return Failed(stream.id, last.error.code, last.error.message)
+        if last is not None and last.finish_reason == "cancelled":
+            return Failed(stream.id, "CANCELLED", "the client left")
+        joined = samples[0] if len(samples) == 1 else np.concatenate([_NOTHING, *samples])
+        try:
+            audio = stream.encoder.encode(joined) if last is None else stream.encoder.finish(joined)
+        except Exception as error:  # of the libraries that encode; one stream's trouble, not the worker's
+            logger.exception("encoding stream %d failed", stream.id)
+            stream.last = Chunk(_NOTHING, error=RequestError("INTERNAL", str(error)))  # what still comes is dropped
+            stream.on_give_up()
+            return Failed(stream.id, "INTERNAL", f"encoding the audio failed: {error}")
+        if last is None:
+            return Audio(stream.id, audio, stream.sample_rate)
+        return Finished(stream.id, audio, stream.sample_rate, last.finish_reason, last.stats or {}, last.latents)

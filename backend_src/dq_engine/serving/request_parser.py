@@ -1,0 +1,100 @@
+"""A client's tensors and parameters to a `Request`. Knows no Triton code: tensors are numpy arrays here.
+
+Only what a tensor can get wrong is checked (type, shape, UTF-8, unknown names); the values are for `Request.validate`
+to judge, and the output's format and rate for `OutputEncoder`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dq_engine.errors import RequestError, invalid
+from dq_engine.request import Request
+
+_SCALARS = {
+    "text": np.object_,
+    "control": np.object_,
+    "prompt_text": np.object_,
+    "prompt_audio": np.object_,
+    "reference_audio": np.object_,
+    "voice": np.object_,
+    "lora": np.object_,
+    "cfg_value": np.float32,
+    "temperature": np.float32,
+    "seed": np.int64,
+    "min_generate_length": np.int32,
+    "max_generate_length": np.int32,
+    "output_format": np.object_,
+    "sample_rate": np.int32,
+    "stream": np.bool_,
+    "return_latents": np.bool_,
+}
+_LATENTS = ("prompt_latents", "reference_latents")
+_TRITON_TYPES = {np.object_: "BYTES", np.float32: "FP32", np.int64: "INT64", np.int32: "INT32", np.bool_: "BOOL"}
+_RAW = ("prompt_audio", "reference_audio")
+"""BYTES fields that are no text."""
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """What one inference request asks for: what to speak, and how its audio comes back (fields as in `Submit`)."""
+
+    request: Request
+    output_format: str
+    sample_rate: int | None
+    stream: bool
+
+
+def parse_request(inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any]) -> ParsedRequest:
+    """Read an inference request.
+
+    Args:
+        inputs: the input tensors by name; BYTES and STRING ones as object arrays of bytes.
+        parameters: the request parameters; JSON fields that are no inputs arrive among them.
+
+    Raises:
+        RequestError: INVALID_ARG naming the field, or NOT_FOUND for a voice or an adapter that is not there.
+    """
+    for name in parameters:
+        raise invalid(name, "is neither an input nor a parameter of this model")
+    if "text" not in inputs:
+        raise invalid("text", "is required")
+    fields: dict[str, Any] = {}
+    for name, array in inputs.items():
+        if name in _LATENTS:
+            fields[name] = _latents(name, array)
+        elif name in _SCALARS:
+            fields[name] = _scalar(name, array)
+        else:
+            raise invalid(name, "is not an input of this model")
+    for name in ("voice", "lora"):
+        if (value := fields.pop(name, None)) is not None:
+            kind = "stored voice" if name == "voice" else "registered adapter"
+            raise RequestError("NOT_FOUND", f'{name}: there is no {kind} named "{value}"')
+    output_format = fields.pop("output_format", "f32")
+    sample_rate = fields.pop("sample_rate", None)
+    stream = fields.pop("stream", True)
+    return ParsedRequest(Request(**fields), output_format, sample_rate, stream)
+
+
+def _scalar(name: str, array: np.ndarray) -> Any:
+    expected = _SCALARS[name]
+    if array.dtype != expected:
+        raise invalid(name, f"must be of type {_TRITON_TYPES[expected]}, got {array.dtype}")
+    if array.shape != (1,):
+        raise invalid(name, f"must have shape [1], got {list(array.shape)}")
+    value = array[0] if expected is np.object_ else array[0].item()
+    if expected is not np.object_ or name in _RAW:
+        return value
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise invalid(name, f"is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def _latents(name: str, array: np.ndarray) -> np.ndarray:
+    if array.dtype != np.float32:
+        raise invalid(name, f"must be of type FP32, got {array.dtype}")
+    return array

@@ -1,0 +1,277 @@
+"""Starts the engine workers, routes requests to them, answers for those that die, and starts them again."""
+
+import itertools
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from dq_engine.config import EngineConfig
+from dq_engine.errors import RequestError
+from dq_engine.request import Request
+from dq_engine.serving.messages import (
+    Audio,
+    Failed,
+    Finished,
+    Heartbeat,
+    Progress,
+    Ready,
+    StartFailed,
+    Submit,
+    decode_from_worker,
+)
+from dq_engine.serving.worker_process import OnMessage, WorkerProcess
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 3600.0
+"""Longest wait for the workers' first start, which may download a checkpoint."""
+RESTART_DELAYS_S = (0.2, 1.0, 5.0, 15.0, 60.0)
+"""Wait before the first, second, ... restart in a row; the last is used from then on."""
+STABLE_S = 60.0
+"""A worker that has served this long starts again with the first delay."""
+STOP_S = 2.0
+PROGRESS_LOG_S = 2.0
+
+
+class WorkerStartError(Exception):
+    """A worker could not start; the message says why."""
+
+
+@dataclass
+class _Slot:
+    """A worker's place: its present process (None while it waits for a restart) and the history of its failures."""
+
+    index: int
+    config: EngineConfig
+    worker: WorkerProcess | None = None
+    failures: int = 0
+    ready_since: float = 0.0
+    restart_at: float = 0.0
+    logged_stage: str = ""
+    logged_at: float = 0.0
+
+
+class RoutedStream:
+    """A stream that a worker has. `worker`: the worker's number."""
+
+    def __init__(self, id: int, worker: WorkerProcess) -> None:
+        self.id, self.worker = id, worker.index
+        self._worker = worker
+
+    def cancel(self) -> None:
+        """Have it ended, as nobody listens; its last message still comes. From any thread."""
+        self._worker.cancel(self.id)
+
+
+class Supervisor:
+    """Workers that serve requests. All callbacks run on the supervisor's own thread, one at a time.
+
+    Args:
+        configs: the settings of each worker.
+        on_heartbeat: called with a worker's number and its engine's snapshot once a second, and with None when it died.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[EngineConfig],
+        on_heartbeat: Callable[[int, dict | None], None] = lambda index, snapshot: None,
+    ) -> None:
+        self._slots = [_Slot(index, config) for index, config in enumerate(configs)]
+        self._on_heartbeat = on_heartbeat
+        self._ids = itertools.count(1)
+        self._started = threading.Condition()
+        self._serving = False
+        self._start_error: str | None = None
+        self._stop_at: float | None = None
+
+    def start(self) -> None:
+        """Start the workers; returns when all of them are ready.
+
+        Raises:
+            WorkerStartError: one of them could not start. Nothing is left behind then.
+        """
+        self._folder = Path(tempfile.mkdtemp(prefix="dq-engine-"))  # mode 0700
+        self._context = zmq.Context()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        for slot in self._slots:
+            self._start_worker(slot)
+        self._thread = threading.Thread(target=self._run, name="dq-supervisor", daemon=True)
+        self._thread.start()
+        with self._started:
+            in_time = self._started.wait_for(lambda: self._serving or self._start_error, START_TIMEOUT_S)
+        if not self._serving:
+            self.stop()
+            raise WorkerStartError(self._start_error if in_time else f"not ready after {START_TIMEOUT_S:g} s")
+
+    def submit(
+        self, request: Request, output_format: str, sample_rate: int | None, stream: bool, on_message: OnMessage
+    ) -> RoutedStream:
+        """Hand a request to the worker with the fewest streams.
+
+        Args:
+            request, output_format, sample_rate, stream: as in `Submit`.
+            on_message: called with `Audio` messages, then once with `Finished` or `Failed`; perhaps before this
+                returns.
+
+        Raises:
+            RequestError: UNAVAILABLE; then `on_message` is not called.
+        """
+        ready = [w for slot in self._slots if (w := slot.worker) is not None and w.ready]
+        if self._stop_at is not None:
+            raise RequestError("UNAVAILABLE", "the server is shutting down")
+        if not ready:
+            raise RequestError("UNAVAILABLE", "no engine worker is ready; a restart is under way")
+        worker = min(ready, key=lambda w: w.load)
+        id = next(self._ids)
+        worker.submit(Submit(id, request, output_format, sample_rate, stream), on_message)
+        return RoutedStream(id, worker)
+
+    def stop(self) -> None:
+        """End the workers, at the latest after STOP_S seconds; streams that run end with UNAVAILABLE."""
+        self._stop_at = time.monotonic() + STOP_S
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        os.close(self._wake)
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # --- on the supervisor's thread ---
+
+    def _run(self) -> None:
+        told = False
+        while True:
+            workers = [slot.worker for slot in self._slots if slot.worker is not None]
+            if self._stop_at is not None:
+                if not told:
+                    told = True
+                    for worker in workers:
+                        worker.shut_down()
+                if not workers or time.monotonic() >= self._stop_at:
+                    break
+            self._turn()
+        for slot in self._slots:
+            if slot.worker is not None:
+                logger.warning("worker %d did not end in %g s and is killed", slot.index, STOP_S)
+                self._end_worker(slot)
+
+    def _turn(self) -> None:
+        """Wait for something to happen, and handle it."""
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        for slot in self._slots:
+            if slot.worker is not None:
+                poller.register(slot.worker.outbox, zmq.POLLIN)
+                poller.register(slot.worker.pidfd, zmq.POLLIN)
+        events = dict(poller.poll(self._poll_timeout_ms()))
+        if self._wake in events:
+            os.eventfd_read(self._wake)
+        for slot in self._slots:
+            if slot.worker is None:
+                if self._stop_at is None and time.monotonic() >= slot.restart_at:
+                    self._start_worker(slot)
+                continue
+            if slot.worker.outbox in events:
+                self._receive(slot)
+            if slot.worker.pidfd in events:
+                self._receive(slot)  # what it said before it died
+                self._end_worker(slot)
+
+    def _poll_timeout_ms(self) -> float | None:
+        times = [slot.restart_at for slot in self._slots if slot.worker is None and self._stop_at is None]
+        if self._stop_at is not None:
+            times.append(self._stop_at)
+        return max(0.0, 1e3 * (min(times) - time.monotonic())) if times else None
+
+    def _log_progress(self, slot: _Slot, progress: Progress) -> None:
+        now = time.monotonic()
+        if progress.stage != slot.logged_stage or now - slot.logged_at >= PROGRESS_LOG_S:
+            slot.logged_stage, slot.logged_at = progress.stage, now
+            logger.info("worker %d: %s, %.0f%% done", slot.index, progress.stage, 100 * progress.fraction)
+
+    def _start_worker(self, slot: _Slot) -> None:
+        try:
+            slot.worker = WorkerProcess(slot.config, slot.index, self._folder, self._context)
+        except OSError as error:  # no memory, no file handles: later perhaps
+            logger.error("worker %d cannot be started: %s", slot.index, error)
+            self._plan_restart(slot)
+            self._set_start_error(f"worker {slot.index} cannot be started: {error}")
+            return
+        logger.info("worker %d starts (process %d)", slot.index, slot.worker.process.pid)
+
+    def _receive(self, slot: _Slot) -> None:
+        """Handle the messages that are there, a limited number, so that no worker keeps the others waiting."""
+        for _ in range(256):
+            try:
+                data = slot.worker.outbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = decode_from_worker(data)
+            if isinstance(message, Audio | Finished | Failed):
+                slot.worker.deliver(message, last=not isinstance(message, Audio))
+            elif isinstance(message, Heartbeat):
+                self._on_heartbeat(slot.index, message.snapshot)
+            elif isinstance(message, Progress):
+                self._log_progress(slot, message)
+            elif isinstance(message, StartFailed):
+                slot.worker.start_error = message.message
+            elif isinstance(message, Ready):
+                logger.info("worker %d is ready", slot.index)
+                slot.worker.ready, slot.ready_since = True, time.monotonic()
+                if all(s.worker is not None and s.worker.ready for s in self._slots):
+                    with self._started:
+                        self._serving = True
+                        self._started.notify_all()
+
+    def _end_worker(self, slot: _Slot) -> None:
+        """A worker's process has ended, or must: answer its streams, then clean up and plan its restart."""
+        worker, slot.worker = slot.worker, None
+        was_ready, stopping = worker.ready, self._stop_at is not None
+        unanswered = worker.close()
+        code, reason = "INTERNAL", f"the engine worker {worker.index} died; its streams are lost"
+        if stopping:
+            code, reason = "UNAVAILABLE", "the server is shutting down"
+        for id, on_message in unanswered.items():
+            on_message(Failed(id, code, reason))
+        worker.dispose()
+        self._on_heartbeat(slot.index, None)
+        if stopping:
+            return
+        how = worker.start_error or _exit_reason(worker.process.returncode)
+        if was_ready and time.monotonic() - slot.ready_since > STABLE_S:
+            slot.failures = 0
+        self._plan_restart(slot)
+        self._set_start_error(how)
+        logger.error(
+            "worker %d ended: %s; %d streams lost; next start in %.1f s",
+            slot.index,
+            how,
+            len(unanswered),
+            slot.restart_at - time.monotonic(),
+        )
+
+    def _plan_restart(self, slot: _Slot) -> None:
+        delay = RESTART_DELAYS_S[min(slot.failures, len(RESTART_DELAYS_S) - 1)]
+        slot.failures += 1
+        slot.restart_at = time.monotonic() + delay
+
+    def _set_start_error(self, reason: str) -> None:
+        """The first start must succeed; later ones are tried again."""
+        with self._started:
+            if not self._serving:
+                self._start_error = reason
+                self._started.notify_all()
+
+
+def _exit_reason(status: int) -> str:
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return f"exit status {status}; what it logged says why"

@@ -1,0 +1,180 @@
+"""The engine worker: a process that owns one engine and talks to its supervisor.
+
+    python -m dq_engine.serving.worker INBOX OUTBOX
+
+INBOX and OUTBOX are zmq endpoints that the supervisor has bound. The first line of standard input is the `EngineConfig`
+as JSON; the supervisor then keeps that pipe open. Its end means that the supervisor is gone, however it ended, and the
+worker ends at once.
+"""
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+
+import zmq
+
+from dq_engine.audio.output import OutputEncoder
+from dq_engine.config import EngineConfig
+from dq_engine.errors import CheckpointError, RequestError
+from dq_engine.request import Chunk
+from dq_engine.serving.messages import (
+    Cancel,
+    Failed,
+    FromWorker,
+    Heartbeat,
+    Progress,
+    Ready,
+    Shutdown,
+    StartFailed,
+    Submit,
+    decode_to_worker,
+    encode,
+)
+from dq_engine.serving.outbox import Outbox, OutgoingStream
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+# Few, so that chunks wait in the outbox, where they are joined, and not in zmq, where they are not.
+SEND_QUEUE_MESSAGES = 16
+LINGER_MS = 500
+
+
+class Worker:
+    """Serves one engine until it is told to shut down or the engine breaks.
+
+    Args:
+        engine: a started `DqCoreEngine`.
+        outbox: takes what goes to the supervisor.
+    """
+
+    def __init__(self, engine, outbox: Outbox) -> None:
+        self._engine, self._outbox = engine, outbox
+        self._streams = {}
+        self._lock = threading.Lock()
+        self._ended: set[int] = set()
+        """Streams that ended before `submit` returned their `Stream`."""
+
+    def run(self, inbox: zmq.Socket) -> int:
+        """Handle messages; the exit status of the process: 0 after a shutdown, 1 when the engine broke."""
+        next_heartbeat = time.monotonic()
+        while True:
+            if (now := time.monotonic()) >= next_heartbeat:
+                next_heartbeat = now + HEARTBEAT_S
+                snapshot = self._engine.snapshot()
+                self._outbox.post(Heartbeat(snapshot))
+                if snapshot.get("closed"):
+                    logger.error("the engine serves no more: %s", snapshot["closed"])
+                    return 1
+            if not inbox.poll(max(0.0, 1e3 * (next_heartbeat - now))):
+                continue
+            message = decode_to_worker(inbox.recv())
+            if isinstance(message, Submit):
+                self._submit(message)
+            elif isinstance(message, Cancel):
+                self._cancel(message.id)
+            elif isinstance(message, Shutdown):
+                return 0
+
+    def _submit(self, message: Submit) -> None:
+        try:
+            model_rate = self._engine.sample_rate
+            sample_rate = model_rate if message.sample_rate is None else message.sample_rate
+            encoder = OutputEncoder(message.output_format, model_rate, sample_rate)
+            outgoing = OutgoingStream(
+                message.id, encoder, sample_rate, not message.stream, lambda: self._cancel(message.id)
+            )
+            stream = self._engine.submit(message.request, lambda chunk: self._on_chunk(outgoing, chunk))
+        except RequestError as error:
+            self._outbox.post(Failed(message.id, error.code, error.message))
+        except Exception as error:
+            logger.exception("taking a request failed")
+            self._outbox.post(Failed(message.id, "INTERNAL", f"taking the request failed: {error}"))
+        else:
+            with self._lock:
+                if message.id in self._ended:
+                    self._ended.remove(message.id)
+                else:
+                    self._streams[message.id] = stream
+
+    def _on_chunk(self, outgoing: OutgoingStream, chunk: Chunk) -> None:
+        """On the engine's delivery thread."""
+        if chunk.is_last:
+            with self._lock:
+                if self._streams.pop(outgoing.id, None) is None:
+                    self._ended.add(outgoing.id)
+        self._outbox.put(outgoing, chunk)
+
+    def _cancel(self, id: int) -> None:
+        if (stream := self._streams.get(id)) is not None:
+            stream.cancel()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("inbox")
+    parser.add_argument("outbox")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Ctrl-C reaches the whole foreground group; when to end is the supervisor's to say.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The thread that sends audio must not wait 5 ms for the engine's to give the interpreter up.
+    sys.setswitchinterval(0.001)
+
+    with open(0, "rb", buffering=0, closefd=False) as lifeline:
+        # The supervisor has applied the environment already; EngineConfig(...) would apply it again.
+        config = EngineConfig.model_construct(**json.loads(lifeline.readline()))
+    threading.Thread(target=_end_with_supervisor, name="dq-lifeline", daemon=True).start()
+
+    context = zmq.Context()
+    inbox, socket = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    socket.set(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
+    socket.set(zmq.LINGER, LINGER_MS)
+    inbox.set(zmq.LINGER, 0)
+    inbox.connect(arguments.inbox)
+    socket.connect(arguments.outbox)
+
+    def send(message: FromWorker) -> None:
+        socket.send(encode(message))
+
+    outbox = Outbox(send)
+    status = _serve(config, inbox, outbox)
+    outbox.close()
+    socket.close()
+    inbox.close()
+    context.term()
+    return status
+
+
+def _serve(config: EngineConfig, inbox: zmq.Socket, outbox: Outbox) -> int:
+    from dq_engine.engine import DqCoreEngine  # heavy: after the lifeline and the sockets stand
+
+    engine = DqCoreEngine(config)
+    try:
+        engine.start(lambda stage, fraction: outbox.post(Progress(stage, fraction)))
+    except (CheckpointError, ValueError) as error:
+        outbox.post(StartFailed(str(error)))
+        return 1
+    except Exception as error:
+        logger.exception("the engine did not start")
+        outbox.post(StartFailed(f"{type(error).__name__}: {error}"))
+        return 1
+    outbox.post(Ready(engine.sample_rate, engine.feat_dim, engine.patch_size))
+    try:
+        return Worker(engine, outbox).run(inbox)
+    finally:
+        engine.stop()
+
+
+def _end_with_supervisor() -> None:
+    os.read(0, 1)  # nothing is ever written: this returns when the last writer is gone
+    os._exit(2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""One life of one engine worker, as its supervisor sees it: the process, the sockets to it, and the streams it has."""
+
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from dq_engine.config import EngineConfig
+from dq_engine.errors import RequestError
+from dq_engine.serving.messages import Cancel, Shutdown, StreamMessage, Submit, ToWorker, encode
+
+MAX_STREAMS = 8192
+"""Requests at one worker, its queue included; the engine's own limits are usually lower."""
+SEND_TIMEOUT_MS = 1000
+SEND_QUEUE_MESSAGES = 256
+
+OnMessage = Callable[[StreamMessage], None]
+_generation = itertools.count()
+
+
+class WorkerProcess:
+    """A started worker process. Making one starts it.
+
+    Args:
+        config: the engine's settings.
+        index: the worker's number, from 0.
+        folder: private directory for the ipc sockets.
+        context: of the sockets.
+    """
+
+    def __init__(self, config: EngineConfig, index: int, folder: Path, context: zmq.Context) -> None:
+        self.index = index
+        self.ready = False
+        self.start_error: str | None = None
+        self._lock = threading.Lock()
+        self._streams: dict[int, OnMessage] | None = {}
+        """None once the process has ended."""
+        self._send_lock = threading.Lock()
+        generation = next(_generation)
+        self._paths = [folder / f"{generation}.in", folder / f"{generation}.out"]
+        self._inbox, self.outbox = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        for socket, path in zip((self._inbox, self.outbox), self._paths, strict=True):
+            socket.set(zmq.LINGER, 0)
+            socket.bind(f"ipc://{path}")
+        self._inbox.set(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
+        self._inbox.set(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
+        # The settings are complete: the environment's part of them must not be applied once more.
+        settings = {f"DQ_ENGINE_{name.upper()}" for name in type(config).model_fields}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "dq_engine.serving.worker", *(f"ipc://{path}" for path in self._paths)],
+            stdin=subprocess.PIPE,
+            env={name: value for name, value in os.environ.items() if name not in settings},
+        )
+        with contextlib.suppress(BrokenPipeError):  # it died already, which the pidfd tells as well
+            self.process.stdin.write(config.model_dump_json().encode() + b"\n")
+            self.process.stdin.flush()
+        self.pidfd = os.pidfd_open(self.process.pid)
+
+    @property
+    def load(self) -> int:
+        """Streams that it has."""
+        return len(self._streams or ())
+
+    def submit(self, message: Submit, on_message: OnMessage) -> None:
+        """Hand it a request.
+
+        Raises:
+            RequestError: UNAVAILABLE; then `on_message` is not called.
+        """
+        with self._lock:
+            if self._streams is None:
+                raise RequestError("UNAVAILABLE", "the engine worker has just ended; it is being restarted")
+            if len(self._streams) >= MAX_STREAMS:
+                raise RequestError("UNAVAILABLE", f"the engine worker has {MAX_STREAMS} requests already")
+            self._streams[message.id] = on_message
+        if not self._send(message):
+            with self._lock:
+                answered = self._streams is None or self._streams.pop(message.id, None) is None
+            if not answered:
+                raise RequestError("UNAVAILABLE", f"the engine worker has taken nothing for {SEND_TIMEOUT_MS} ms")
+
+    def cancel(self, id: int) -> None:
+        """Have a stream ended; its last message still comes."""
+        with self._lock:
+            known = self._streams is not None and id in self._streams
+        if known:
+            self._send(Cancel(id))
+
+    def shut_down(self) -> None:
+        """Ask it to end; streams that run are answered first."""
+        self._send(Shutdown())
+
+    def deliver(self, message: StreamMessage, last: bool) -> None:
+        """Give a message to its stream; one for a stream that is over is dropped."""
+        with self._lock:
+            streams = self._streams or {}
+            on_message = streams.pop(message.id, None) if last else streams.get(message.id)
+        if on_message is not None:
+            on_message(message)
+
+    def close(self) -> dict[int, OnMessage]:
+        """Forget a process that has ended (or end it); the streams that nobody has answered, each once."""
+        with self._lock:
+            unanswered, self._streams = self._streams or {}, None
+        self.ready = False
+        return unanswered
+
+    def dispose(self) -> None:
+        """End the process if it still runs, and free everything; the streams must have been taken with `close`."""
+        self.process.kill()
+        self.process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        os.close(self.pidfd)
+        with self._send_lock:
+            self._inbox.close()
+        self.outbox.close()
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+    def _send(self, message: ToWorker) -> bool:
+        data = encode(message)
+        with self._send_lock:
+            try:
+                self._inbox.send(data)
+            except zmq.ZMQError:  # full for SEND_TIMEOUT_MS, or closed because the process ended
+                return False
+        return True
