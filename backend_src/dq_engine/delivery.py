@@ -40,7 +40,6 @@ class Delivery:
         self.sample_rate = sample_rate
         self._items: queue.Queue = queue.Queue(maxsize=_MAX_STEPS)
         self._first_chunk: dict[Sequence, float] = {}
-        self._latents: dict[Sequence, list[np.ndarray]] = {}
         self._thread = threading.Thread(target=self._run, name="dq-delivery", daemon=True)
         self._thread.start()
 
@@ -60,18 +59,18 @@ class Delivery:
     def _run(self) -> None:
         while (item := self._items.get()) is not None:
             if isinstance(item[1], Chunk):
-                self._forget(item[0])
+                self._first_chunk.pop(item[0], None)
                 self._call(*item)
             else:
                 self._deliver(*item)
 
     def _deliver(self, decoded: DecodedStep, rows: list[Delivered]) -> None:
         try:
-            audio, latents = decoded.wait()
+            audio = decoded.wait()
         except Exception as error:  # the device failed after the launch
             logger.exception("a decoded step did not arrive")
             for item in rows:
-                self._forget(item.sequence)
+                self._first_chunk.pop(item.sequence, None)
                 self._call(
                     item.sequence, Chunk(_NOTHING, error=RequestError("INTERNAL", f"the device failed: {error}"))
                 )
@@ -80,15 +79,13 @@ class Delivery:
         for item in rows:
             sequence, samples = item.sequence, audio[item.row]
             self._first_chunk.setdefault(sequence, now)
-            if sequence.return_latents:
-                self._latents.setdefault(sequence, []).append(latents[item.row].copy())
             if item.finish_reason is None:
                 self._call(sequence, Chunk(samples))
                 continue
             stats = self._stats(sequence, samples.size)
-            kept = np.concatenate(self._latents[sequence]) if sequence.return_latents else None
-            self._forget(sequence)
-            self._call(sequence, Chunk(samples, finish_reason=item.finish_reason, stats=stats, latents=kept))
+            latents = np.concatenate(sequence.latents) if sequence.return_latents else None
+            self._first_chunk.pop(sequence, None)
+            self._call(sequence, Chunk(samples, finish_reason=item.finish_reason, stats=stats, latents=latents))
 
     def _stats(self, sequence: Sequence, patch_samples: int) -> dict:
         return {
@@ -97,13 +94,9 @@ class Delivery:
             "audio_s": round(sequence.generated * patch_samples / self.sample_rate, 3),
             "ttfb_ms": round(1e3 * (self._first_chunk[sequence] - sequence.arrival), 2),
             "queue_ms": round(1e3 * (sequence.admitted - sequence.arrival), 2),
-            "prompt_tokens": sequence.prompt_length,
-            "cached_tokens": 0,
+            "prompt_tokens": sequence.prompt_tokens,
+            "cached_tokens": sequence.cached_tokens,
         }
-
-    def _forget(self, sequence: Sequence) -> None:
-        self._first_chunk.pop(sequence, None)
-        self._latents.pop(sequence, None)
 
     def _call(self, sequence: Sequence, chunk: Chunk) -> None:
         try:

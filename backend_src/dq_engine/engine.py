@@ -10,10 +10,11 @@ import logging
 import secrets
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from dq_engine.audio.encode_stage import EncodeStage
 from dq_engine.config import EngineConfig, resolve_checkpoint
@@ -23,7 +24,7 @@ from dq_engine.kv_cache import BlockPool
 from dq_engine.loading import Parts, load
 from dq_engine.request import MAX_DRAWN_SEED, Chunk, Request
 from dq_engine.runner import StepOutput
-from dq_engine.scheduler import Scheduler, Step
+from dq_engine.scheduler import Prefill, Scheduler, Step
 from dq_engine.sequence import PromptBuilder, Sequence
 from dq_engine.stream import Stream
 from dq_engine.vae.stage import DecodedStep
@@ -48,6 +49,7 @@ class DqCoreEngine:
         self._accepted: set[Stream] = set()
         self._closed: RequestError | None = None
         """Why nothing is taken any more: stopped (UNAVAILABLE) or broken (INTERNAL)."""
+        self.counters: Counter[str] = Counter(steps=0, patches=0, prefill_tokens=0, cached_tokens=0, preemptions=0)
 
     # --- from any thread ---
 
@@ -71,6 +73,8 @@ class DqCoreEngine:
             self.patch_size,
             self.feat_dim,
             min(self._limits.max_model_len, self._limits.kv_tokens),
+            self._runner.block_size,
+            checkpoint.config.lm_config.vocab_size,
         )
         self._scheduler = Scheduler(
             BlockPool(self._limits.num_kv_blocks, self._runner.block_size),
@@ -130,9 +134,11 @@ class DqCoreEngine:
             "queued": max(0, accepted - active),
             "slots": self._limits.max_num_seqs,
             "kv_blocks_total": pool.num_blocks,
-            "kv_blocks_free": pool.num_free,
+            "kv_blocks_free": pool.num_available,
+            "kv_blocks_cached": pool.num_cached,
             "max_model_len": self._limits.max_model_len,
             "closed": closed and str(closed),
+            **self.counters,
         }
 
     def stop(self) -> None:
@@ -216,28 +222,84 @@ class DqCoreEngine:
 
     def _schedule(self) -> Step | None:
         now = time.monotonic()
-        while (waiting := self._scheduler.waiting) and now - waiting[0].arrival > self._limits.queue_timeout_s:
+        for sequence in self._expired(now):
             message = f"waited {self._limits.queue_timeout_s:g} s for a free slot (queue_timeout_s)"
-            self._end(waiting[0], Chunk(_NOTHING, error=RequestError("UNAVAILABLE", message)))
+            self._end(sequence, Chunk(_NOTHING, error=RequestError("UNAVAILABLE", message)))
         for sequence in self._scheduler.admit():
-            sequence.admitted = now
-            self._runner.start(sequence)
-            self._vae.start(sequence.slot, sequence.vae_context)
+            self._start(sequence, now)
+        while self._scheduler.short_of_blocks():
+            if self._in_flight:  # what is under way may end a stream, and what was generated must be known
+                self._collect(*self._in_flight.popleft())
+            else:
+                self._scheduler.preempt_youngest(self._save)
+                self.counters["preemptions"] += 1
         return self._scheduler.schedule()
 
+    def _expired(self, now: float) -> list[Sequence]:
+        """Who has waited too long; a preempted stream waits at the head of the queue as long as it takes."""
+        limit = now - self._limits.queue_timeout_s
+        late = itertools.takewhile(lambda s: s.admitted or s.arrival < limit, self._scheduler.waiting)
+        return [sequence for sequence in late if not sequence.admitted]
+
+    def _start(self, sequence: Sequence, now: float) -> None:
+        """Set up the slot of a sequence that was admitted."""
+        if not sequence.admitted:
+            sequence.admitted, sequence.cached_tokens = now, sequence.prefilled
+            self.counters["cached_tokens"] += sequence.cached_tokens
+        self._runner.start(sequence)
+        if sequence.vae_state is None:
+            self._vae.start(sequence.slot, sequence.vae_context)
+        else:
+            self._vae.restore(sequence.slot, sequence.vae_state)
+            sequence.vae_state = None
+
+    def _save(self, sequence: Sequence) -> None:
+        sequence.rewind(self._runner.block_size, self._vae.save(sequence.slot))
+
     def _launch(self, step: Step) -> None:
-        output = self._runner.run(step)
+        try:
+            output = self._runner.run(step)
+            decoded = None if output is None else self._vae.decode(output.slots, output.latents)
+        except Exception as error:
+            self._isolate(step, error)
+            return
+        self._scheduler.publish(step.prefills)
+        self.counters["steps"] += 1
+        self.counters["prefill_tokens"] += sum(p.length for p in step.prefills)
         if output is not None:
-            self._in_flight.append((step, output, self._vae.decode(output.slots, output.latents)))
+            self._in_flight.append((step, output, decoded))
+
+    def _isolate(self, step: Step, error: Exception) -> None:
+        """A step raised: run its halves, until it is known whose fault it was; only that stream ends."""
+        parts = [*step.prefills, *step.decodes]
+        if len(parts) == 1:
+            sequence = parts[0].sequence if step.prefills else parts[0]
+            logger.error("a step of one stream failed", exc_info=error)
+            self._end(sequence, Chunk(_NOTHING, error=RequestError("INTERNAL", f"the step failed: {error}")))
+            if self._runner.device.type == "cuda":
+                torch.cuda.synchronize()  # raises if the device itself is broken, which ends the engine
+            return
+        half = len(parts) // 2
+        for some in (parts[:half], parts[half:]):
+            prefills = [p for p in some if isinstance(p, Prefill)]
+            decodes = [s for s in some if isinstance(s, Sequence)]
+            self._launch(Step(prefills, decodes, [s for s in step.grown if s in decodes]))
 
     def _collect(self, step: Step, output: StepOutput, decoded: DecodedStep) -> None:
         """Read a step's stop flags, hand its audio on, end the streams that are done."""
         rows = []
-        for row, (sequence, stop) in enumerate(zip(step.sampled, output.stop_flags(), strict=True)):
+        stops, latents = output.wait()
+        finite = np.isfinite(latents).all(axis=(1, 2))
+        for row, (sequence, stop) in enumerate(zip(step.sampled, stops, strict=True)):
             if sequence.ended:  # it stopped in the step before; this one's patch is thrown away
+                continue
+            if not finite[row]:
+                message = f"patch {sequence.generated} has values that are not finite"
+                self._end(sequence, Chunk(_NOTHING, error=RequestError("INTERNAL", message)))
                 continue
             index = sequence.generated
             sequence.generated += 1
+            sequence.latents.append(latents[row].copy())
             reason = None
             if stop and index > sequence.min_length:
                 reason = "stop"
@@ -246,6 +308,7 @@ class DqCoreEngine:
             rows.append(Delivered(sequence, row, reason))
             if reason is not None:
                 self._release(sequence)
+        self.counters["patches"] += len(rows)
         self._delivery.put(decoded, rows)
 
     def _end(self, sequence: Sequence, chunk: Chunk) -> None:

@@ -31,8 +31,8 @@ class Request:
         cfg_value: weight of classifier-free guidance, 0 to 10.
         temperature: scale of the initial noise of every patch, 0 to 2.
         seed: key of the noise, at least 0; drawn and reported when absent.
-        min_generate_length: patches before a stop is obeyed. it has the official model's meaning: with n, at least
-            n + 2 patches are made; 2 by default.
+        min_generate_length: with n, the model's stop is obeyed after n + 2 patches at the earliest, as in the official
+            model; 2 by default.
         max_generate_length: most patches to make; replaces the guard of 6 x text tokens + 10.
         return_latents: hand the generated latents out with the last chunk.
     """

@@ -22,20 +22,23 @@ class StepOutput:
 
     Args:
         latents: [R, patch_size, feat_dim], owned by whoever holds this.
-        stop: bool [R], on the host once `ready` (None on a CPU) has passed.
         slots: int64 [R], on the device.
+        stop_host: bool [R], on the host once `ready` has passed.
+        latents_host: float32 [R, patch_size, feat_dim], likewise.
+        ready: None on a CPU.
     """
 
     latents: torch.Tensor
-    stop: torch.Tensor
     slots: torch.Tensor
+    stop_host: torch.Tensor
+    latents_host: torch.Tensor
     ready: torch.cuda.Event | None
 
-    def stop_flags(self) -> list[bool]:
-        """Wait for the step's stop flags."""
+    def wait(self) -> tuple[list[bool], np.ndarray]:
+        """Wait for the step; its stop flags and its latents."""
         if self.ready is not None:
             self.ready.synchronize()
-        return self.stop.tolist()
+        return self.stop_host.tolist(), self.latents_host.numpy()
 
 
 class Runner:
@@ -77,23 +80,26 @@ class Runner:
 
     @torch.inference_mode()
     def start(self, sequence: Sequence) -> None:
-        """Put an admitted sequence's state into its slot."""
+        """Put the state of a sequence that was admitted, or is back after a preemption, into its slot."""
         slot = sequence.slot
         self.position[slot] = sequence.prompt_length
-        self.steps[slot] = 0
+        self.steps[slot] = sequence.generated
         self.seeds[slot] = sequence.seed
         self.cfg_value[slot] = sequence.cfg_value
         self.temperature[slot] = sequence.temperature
         self.block_tables[slot, : len(sequence.blocks)] = self._to_device(np.array(sequence.blocks, np.int32))
-        if sequence.continues:
-            self.condition[slot] = self._to_device(sequence.patches[-1]).to(self.dtype)
-        else:
-            self.condition[slot] = 0
+        last_patch = sequence.last_patch
+        self.condition[slot] = 0 if last_patch is None else self._to_device(last_patch).to(self.dtype)
 
     @torch.inference_mode()
     def run(self, step: Step) -> StepOutput | None:
-        """Launch one step; None if no stream gets a patch in it."""
+        """Launch one step; None if no stream gets a patch in it.
+
+        Nothing but the KV cache is changed before everything has been computed: a step that raised can be run again.
+        """
         mu, stop, slots = [], [], [s.slot for s in step.sampled]
+        if step.grown:
+            self._extend_block_tables(step.grown)
         if step.prefills:
             outputs = self._prefill(step.prefills)
             mu.append(outputs[0])
@@ -101,17 +107,23 @@ class Runner:
         if not slots:
             return None
         slots = self._to_device(np.array(slots, np.int64))
+        decode_slots = slots[len(slots) - len(step.decodes) :]
         if step.decodes:
-            outputs = self._decode(slots[len(slots) - len(step.decodes) :], step.decodes)
+            outputs = self._decode(decode_slots, step.decodes)
             mu.append(outputs[0])
             stop.append(outputs[1])
-        stop_host, ready = self._to_host(torch.cat(stop))
         noise = patch_noise(self.seeds[slots], self.steps[slots], self.patch_size, self.feat_dim)
         noise = (noise * self.temperature[slots][:, None, None]).transpose(1, 2).to(self.dtype)
         latents = self.diffusion.forward(noise, torch.cat(mu), self.condition[slots], self.cfg_value[slots])
         self.condition[slots] = latents
         self.steps[slots] += 1
-        return StepOutput(latents, stop_host, slots, ready)
+        self.position[decode_slots] += 1
+        return StepOutput(latents, slots, *self._to_host(torch.cat(stop), latents.float()))
+
+    def _extend_block_tables(self, grown: list[Sequence]) -> None:
+        rows, columns, blocks = zip(*((s.slot, len(s.blocks) - 1, s.blocks[-1]) for s in grown), strict=True)
+        index = self._to_device(np.array([rows, columns], np.int64))
+        self.block_tables[index[0], index[1]] = self._to_device(np.array(blocks, np.int32))
 
     def _prefill(self, prefills: list[Prefill]) -> tuple[torch.Tensor, torch.Tensor]:
         """Take prompt tokens in; mu and stop of the streams whose prompt is complete."""
@@ -154,15 +166,13 @@ class Runner:
     def _decode(self, slots: torch.Tensor, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
         """Feed each stream its last patch; mu and stop for the next."""
         positions = self.position[slots]
-        self.position[slots] += 1
         tables = self.block_tables[slots]
         blocks = tables.gather(1, (positions // self.block_size)[:, None])[:, 0].long()
         self.attention.metadata = PagedMetadata(
             slots=blocks * self.block_size + positions % self.block_size,
             block_tables=tables,
             context_lens=(positions + 1).to(torch.int32),
-            # `launched` counts the patch of this very step; the first patch came out of the prompt.
-            max_context=max(s.prompt_length + s.launched - 1 for s in sequences),
+            max_context=max(s.cache_length for s in sequences),
         )
         return self.backbone.forward(TokenBatch(positions=positions, patches=self.condition[slots]))
 
@@ -170,10 +180,14 @@ class Runner:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
-    def _to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    def _to_host(
+        self, stop: torch.Tensor, latents: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.cuda.Event | None]:
         if self.device.type != "cuda":
-            return tensor, None
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+            return stop, latents, None
+        host = [
+            torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in (stop, latents)
+        ]
         ready = torch.cuda.Event()
         ready.record()
-        return host, ready
+        return *host, ready

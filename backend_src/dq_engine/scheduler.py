@@ -1,6 +1,7 @@
 """Who runs in the next step: all running streams, and as much of the waiting prompts as fits beside them."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dq_engine.kv_cache import BlockPool
@@ -22,10 +23,15 @@ class Prefill:
 
 @dataclass
 class Step:
-    """What the device does next: prompts to take in, streams to generate a patch for."""
+    """What the device does next: prompts to take in, streams to generate a patch for.
+
+    Args:
+        grown: streams that got a block more for it, the last of their `blocks`.
+    """
 
     prefills: list[Prefill]
     decodes: list[Sequence]
+    grown: list[Sequence]
 
     @property
     def sampled(self) -> list[Sequence]:
@@ -34,7 +40,7 @@ class Step:
 
 
 class Scheduler:
-    """First come, first served. A stream is admitted once a slot and blocks for its longest possible length are free.
+    """First come, first served. A stream gets blocks for its prompt when it is admitted, and more as it grows.
 
     Args:
         pool: the KV cache's blocks.
@@ -58,6 +64,7 @@ class Scheduler:
         self.max_prefill_seqs = max_prefill_seqs or max_num_seqs
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        """In the order of their arrival."""
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     @property
@@ -72,29 +79,57 @@ class Scheduler:
         """Forget a sequence, wherever it is; its slot and blocks are free at once."""
         if sequence.slot < 0:
             self.waiting.remove(sequence)
-            return
-        self.running.remove(sequence)
-        self._free_slots.append(sequence.slot)
-        self.pool.release(sequence.blocks)
-        sequence.slot, sequence.blocks = -1, []
+        else:
+            self._release(sequence)
 
     def admit(self) -> list[Sequence]:
         """Give slots and blocks to those who have waited longest, as far as both last."""
         admitted = []
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
-            blocks = self.pool.allocate(self.pool.blocks_for(sequence.max_length))
+            # The last token is computed in any case: the first patch comes out of it.
+            prefix = self.pool.lookup(sequence.keys[: (sequence.prompt_length - 1) // self.pool.block_size])
+            count = self.pool.blocks_for(sequence.prompt_length) - len(prefix)
+            # A block for each running stream to grow into stays back, or admitting would soon mean preempting.
+            if self.running and count + len(self.running) > self.pool.num_available:
+                break
+            blocks = self.pool.allocate(count, prefix)
             if blocks is None:
                 break
             self.waiting.popleft()
             sequence.blocks, sequence.slot = blocks, self._free_slots.pop()
+            sequence.prefilled = len(prefix) * self.pool.block_size
             self.running.append(sequence)
             admitted.append(sequence)
         return admitted
 
+    def short_of_blocks(self) -> bool:
+        """Whether the streams that the next step decodes need more blocks than there are."""
+        return sum(self._must_grow(s) for s in self._decodable()) > self.pool.num_available
+
+    def preempt_youngest(self, save: Callable[[Sequence], None]) -> Sequence:
+        """Take the youngest stream's slot and blocks and put it at the head of the queue.
+
+        Its full blocks stay published, so that little is computed twice if they last until its return.
+
+        Args:
+            save: called with it while it still has its slot; makes it ready to be taken in again.
+        """
+        sequence = self.running[-1]
+        filled = sequence.cache_length // self.pool.block_size
+        save(sequence)
+        for block, key in zip(sequence.blocks[:filled], sequence.keys, strict=False):
+            self.pool.publish(block, key)
+        self._release(sequence)
+        self.waiting.appendleft(sequence)
+        return sequence
+
     def schedule(self) -> Step | None:
         """The next step, or None when there is nothing to do. What it holds counts as launched."""
-        decodes = [s for s in self.running if s.prefilled == s.prompt_length and s.launched < s.max_patches]
+        decodes = self._decodable()
+        grown = [s for s in decodes if self._must_grow(s)]
+        for sequence in grown:
+            sequence.blocks += self.pool.allocate(1)
         budget = min(self.max_prefill_tokens, self.max_num_batched_tokens - len(decodes))
         prefills: list[Prefill] = []
         for sequence in self.running:
@@ -103,11 +138,31 @@ class Scheduler:
             length = min(sequence.prompt_length - sequence.prefilled, budget)
             if length:
                 prefills.append(Prefill(sequence, sequence.prefilled, length))
-                sequence.prefilled += length
                 budget -= length
         if not prefills and not decodes:
             return None
-        step = Step(prefills, decodes)
-        for sequence in step.sampled:
+        for sequence in decodes:
             sequence.launched += 1
-        return step
+        for prefill in prefills:
+            prefill.sequence.prefilled += prefill.length
+            prefill.sequence.launched += prefill.completes
+        return Step(prefills, decodes, grown)
+
+    def publish(self, prefills: list[Prefill]) -> None:
+        """These prompts' tokens are in the cache, or will be before anything launched later reads them."""
+        for prefill in prefills:
+            sequence, size = prefill.sequence, self.pool.block_size
+            for index in range(prefill.start // size, (prefill.start + prefill.length) // size):
+                self.pool.publish(sequence.blocks[index], sequence.keys[index])
+
+    def _decodable(self) -> list[Sequence]:
+        return [s for s in self.running if s.prefilled == s.prompt_length and s.launched < s.max_patches]
+
+    def _must_grow(self, sequence: Sequence) -> bool:
+        return self.pool.blocks_for(sequence.cache_length + 1) > len(sequence.blocks)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._free_slots.append(sequence.slot)
+        self.pool.release(sequence.blocks)
+        sequence.slot, sequence.blocks = -1, []

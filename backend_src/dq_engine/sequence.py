@@ -1,13 +1,15 @@
 """A request as the engine runs it: its tokens, its limits, how far it has come."""
 
+import hashlib
 import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
-from dq_engine.errors import invalid
+from dq_engine.errors import RequestError, invalid
 from dq_engine.request import Request
 from dq_engine.stream import Stream
 
@@ -30,7 +32,7 @@ class Sequence:
         token_ids: int64 [n], the prompt; 0 where a patch stands.
         patches: float32 [a, patch_size, feat_dim], the prompt's patches.
         patch_rows: int64 [a], where in `token_ids` they stand, ascending.
-        continues: the prompt ends with a recording that is to be continued.
+        keys: of each full block of the prompt, what it and all before it hold (see `block_keys`).
         min_length: a stop is obeyed after patch i (from 0) if i > min_length.
         max_patches: most patches to generate.
     """
@@ -39,7 +41,7 @@ class Sequence:
     token_ids: np.ndarray
     patches: np.ndarray
     patch_rows: np.ndarray
-    continues: bool
+    keys: list[bytes]
     seed: int
     cfg_value: float
     temperature: float
@@ -48,11 +50,18 @@ class Sequence:
     return_latents: bool
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Tokens of the prompt that did not have to be computed, at the first admission."""
     prefilled: int = 0
     launched: int = 0
     """Patches whose generation has been launched on the device."""
     generated: int = 0
     """Patches that have been generated and kept."""
+    latents: list[np.ndarray] = field(default_factory=list)
+    """float32 [patch_size, feat_dim] each, the patches that have been generated and kept."""
+    vae_state: list[torch.Tensor] | None = None
+    """Of a preempted stream, its decoder's state."""
     admitted: float = 0.0
     ended: bool = False
 
@@ -61,21 +70,73 @@ class Sequence:
         """When the request was submitted, by time.monotonic()."""
         return self.stream.created
 
+    def __post_init__(self) -> None:
+        self.prompt_tokens = self.prompt_length
+
     @property
     def prompt_length(self) -> int:
+        """Tokens to take in before the next patch can be generated."""
         return len(self.token_ids)
 
     @property
     def max_length(self) -> int:
         """Most tokens that will ever be in the KV cache: the last patch is not fed back."""
-        return self.prompt_length + self.max_patches - 1
+        return self.prompt_tokens + self.max_patches - 1
+
+    @property
+    def cache_length(self) -> int:
+        """Tokens in the KV cache once everything launched so far has run: the last patch is not fed back."""
+        return self.prefilled if self.prefilled < self.prompt_length else self.prompt_tokens + self.launched - 1
+
+    @property
+    def last_patch(self) -> np.ndarray | None:
+        """float32 [patch_size, feat_dim], if the tokens end with a patch: a prompt's, or one that was generated."""
+        ends_with_patch = len(self.patch_rows) and self.patch_rows[-1] == self.prompt_length - 1
+        return self.patches[-1] if ends_with_patch else None
 
     @property
     def vae_context(self) -> np.ndarray | None:
-        """float32 [frames, feat_dim], what the decoder is to have seen before the first patch."""
-        if not self.continues:
+        """float32 [frames, feat_dim], what the decoder is to have seen before the first patch of a continuation."""
+        if self.last_patch is None:
             return None
         return self.patches[-CONTEXT_PATCHES:].reshape(-1, self.patches.shape[-1])
+
+    def rewind(self, block_size: int, vae_state: list[torch.Tensor]) -> None:
+        """Prepare to be taken in again after a preemption: what was generated becomes part of the tokens.
+
+        All launched patches must have been collected. Generated patches get opaque keys: nobody else can mean them.
+        """
+        new = self.latents[len(self.token_ids) - self.prompt_tokens :]
+        start = self.prompt_length
+        self.token_ids = np.concatenate([self.token_ids, np.zeros(len(new), np.int64)])
+        self.patches = np.concatenate([self.patches, *(latents[None] for latents in new)])
+        self.patch_rows = np.concatenate([self.patch_rows, np.arange(start, start + len(new))])
+        opaque = [f"generated {self.stream.id} {index}".encode() for index in range(self.generated)]
+        contents = token_contents(self.token_ids, self.patches, self.patch_rows)
+        contents[self.prompt_tokens :] = opaque
+        self.keys = block_keys(contents, block_size)
+        self.prefilled = 0
+        self.vae_state = vae_state if self.generated else None
+
+
+def token_contents(token_ids: np.ndarray, patches: np.ndarray, patch_rows: np.ndarray) -> list[bytes]:
+    """What each token is: its id, or the bytes of its latents."""
+    contents = [b"%d" % token for token in token_ids]
+    for row, patch in zip(patch_rows, patches, strict=True):
+        contents[row] = patch.tobytes()
+    return contents
+
+
+def block_keys(contents: list[bytes], block_size: int, adapter: bytes = b"") -> list[bytes]:
+    """A key for each full block: a digest of the adapter and of all tokens up to the block's end."""
+    keys, key = [], b"adapter " + adapter
+    for start in range(0, len(contents) - block_size + 1, block_size):
+        digest = hashlib.blake2b(key, digest_size=16)
+        for content in contents[start : start + block_size]:
+            digest.update(b"%d:" % len(content) + content)
+        key = digest.digest()
+        keys.append(key)
+    return keys
 
 
 class PromptBuilder:
@@ -86,12 +147,21 @@ class PromptBuilder:
         patch_size: latent frames of a patch.
         feat_dim: channels of a frame.
         max_model_len: most tokens and patches of one stream.
+        block_size: tokens of a KV block.
+        vocab_size: token ids are below it.
     """
 
     def __init__(
-        self, tokenizer: Callable[[str], list[int]], patch_size: int, feat_dim: int, max_model_len: int
+        self,
+        tokenizer: Callable[[str], list[int]],
+        patch_size: int,
+        feat_dim: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
     ) -> None:
         self.patch_size, self.feat_dim, self.max_model_len = patch_size, feat_dim, max_model_len
+        self.block_size, self.vocab_size = block_size, vocab_size
         self._tokenizer = tokenizer
         self._lock = threading.Lock()  # a tokenizer of the tokenizers library must not be used by two threads at once
 
@@ -134,12 +204,15 @@ class PromptBuilder:
                 "max_generate_length",
                 f"{high} and the prompt's {len(ids)} tokens exceed max_model_len ({self.max_model_len})",
             )
+        if max(ids) >= self.vocab_size:  # would be read beyond the embedding's end, and take the whole step down
+            raise RequestError("INTERNAL", f"the tokenizer gives the id {max(ids)}, the model has {self.vocab_size}")
+        token_ids, patches, patch_rows = np.array(ids, np.int64), np.concatenate(patches), np.array(rows, np.int64)
         return Sequence(
             stream=stream,
-            token_ids=np.array(ids, np.int64),
-            patches=np.concatenate(patches),
-            patch_rows=np.array(rows, np.int64),
-            continues=request.prompt_latents is not None,
+            token_ids=token_ids,
+            patches=patches,
+            patch_rows=patch_rows,
+            keys=block_keys(token_contents(token_ids, patches, patch_rows), self.block_size),
             seed=seed,
             cfg_value=request.cfg_value,
             temperature=request.temperature,

@@ -1,4 +1,6 @@
-"""Slots, blocks and tokens of a step are handed out first come, first served, and all come back."""
+"""Slots, blocks and tokens are handed out first come, first served; streams grow, give way, and all comes back."""
+
+import itertools
 
 import numpy as np
 import pytest
@@ -7,17 +9,20 @@ from hypothesis import strategies as st
 
 from dq_engine.kv_cache import BlockPool
 from dq_engine.scheduler import Scheduler
-from dq_engine.sequence import Sequence
+from dq_engine.sequence import Sequence, block_keys, token_contents
 from dq_engine.stream import Stream
 
 
-def make_sequence(prompt: int, patches: int) -> Sequence:
+def make_sequence(prompt: int, patches: int, tokens: int = 0, stream_id: int = 0) -> Sequence:
+    """A text of `prompt` tokens, all equal to `tokens`, or of its own if 0, to be continued by `patches` patches."""
+    token_ids = np.full(prompt, tokens or next(unique), np.int64)
+    empty = np.zeros((0, 4, 64), np.float32), np.zeros(0, np.int64)
     return Sequence(
-        stream=Stream(0, lambda chunk: None, lambda stream: None),
-        token_ids=np.ones(prompt, np.int64),
-        patches=np.zeros((0, 4, 64), np.float32),
-        patch_rows=np.zeros(0, np.int64),
-        continues=False,
+        stream=Stream(stream_id, lambda chunk: None, lambda stream: None),
+        token_ids=token_ids,
+        patches=empty[0],
+        patch_rows=empty[1],
+        keys=block_keys(token_contents(token_ids, *empty), 16),
         seed=0,
         cfg_value=2.0,
         temperature=1.0,
@@ -25,6 +30,21 @@ def make_sequence(prompt: int, patches: int) -> Sequence:
         max_patches=patches,
         return_latents=False,
     )
+
+
+def collect(sequence: Sequence) -> None:
+    """What the engine does when a launched patch has arrived."""
+    while sequence.generated < sequence.launched:
+        sequence.generated += 1
+        sequence.latents.append(np.full((4, 64), sequence.generated, np.float32))
+
+
+def save(sequence: Sequence) -> None:
+    collect(sequence)
+    sequence.rewind(16, [])
+
+
+unique = itertools.count(1)
 
 
 def make_scheduler(blocks=100, slots=4, tokens=64, prefill_tokens=0, prefill_seqs=0) -> Scheduler:
@@ -75,24 +95,141 @@ def test_prefill_limits(limit, lengths):
     assert seen == lengths
 
 
-def test_a_stream_waits_until_blocks_for_its_longest_length_are_free():
+def test_a_stream_grows_block_by_block():
     scheduler = make_scheduler(blocks=4)
-    first, second = make_sequence(16, 33), make_sequence(16, 33)  # 48 tokens: 3 blocks each
+    sequence = make_sequence(15, 40)
+    scheduler.add(sequence)
+    scheduler.admit()
+    scheduler.schedule()
+    sizes = []
+    while step := scheduler.schedule():
+        sizes.append((sequence.cache_length, len(sequence.blocks)))
+        assert step.grown == ([sequence] if sequence.cache_length % 16 == 1 else [])
+    assert sizes == [(n, -(-n // 16)) for n in range(16, 55)], "the last patch is not fed back"
+
+
+def test_a_waiting_stream_leaves_a_block_for_each_running_one():
+    scheduler = make_scheduler(blocks=4)
+    first, second = make_sequence(32, 33), make_sequence(17, 33)
     scheduler.add(first)
     scheduler.add(second)
-    assert scheduler.admit() == [first] and scheduler.pool.num_free == 1
-    assert scheduler.admit() == []
+    assert scheduler.admit() == [first]
     scheduler.remove(first)
-    assert scheduler.pool.num_free == 4 and first.slot == -1
-    assert scheduler.admit() == [second]
+    assert first.slot == -1 and scheduler.admit() == [second]
 
 
 def test_nobody_overtakes():
     scheduler = make_scheduler(blocks=4)
-    running, big, small = make_sequence(16, 17), make_sequence(32, 33), make_sequence(1, 1)
+    running, big, small = make_sequence(32, 17), make_sequence(33, 33), make_sequence(1, 1)
     for sequence in (running, big, small):
         scheduler.add(sequence)
     assert scheduler.admit() == [running], "the small one does not pass the big one, which would starve"
+
+
+def run_until_short(scheduler: Scheduler) -> None:
+    for _ in range(100):
+        scheduler.admit()
+        if scheduler.short_of_blocks():
+            return
+        scheduler.publish(scheduler.schedule().prefills)
+    raise AssertionError("blocks never ran out")
+
+
+def test_the_youngest_gives_way_and_comes_back_first():
+    scheduler = make_scheduler(blocks=6)
+    old, young, waiting = make_sequence(20, 60), make_sequence(20, 60, stream_id=1), make_sequence(80, 5)
+    for sequence in (old, young, waiting):
+        scheduler.add(sequence)
+    run_until_short(scheduler)
+    launched = young.launched
+    assert scheduler.preempt_youngest(save) is young
+    assert list(scheduler.waiting) == [young, waiting] and scheduler.running == [old]
+    assert young.prompt_length == 20 + launched and young.launched == launched and young.prefilled == 0
+    assert young.last_patch[0, 0] == launched, "the last patch is fed back when it returns"
+    scheduler.remove(old)
+    assert scheduler.admit()[0] is young
+    assert young.prefilled == (20 + launched - 1) // 16 * 16, "its full blocks were still there"
+
+
+def test_generated_tokens_of_others_are_never_shared():
+    scheduler = make_scheduler(blocks=50)
+    first, second = make_sequence(16, 60, tokens=7, stream_id=1), make_sequence(16, 60, tokens=7, stream_id=2)
+    scheduler.add(first)
+    scheduler.admit()
+    for _ in range(40):
+        scheduler.publish(scheduler.schedule().prefills)
+    scheduler.preempt_youngest(save)
+    scheduler.waiting.clear()
+    collect(second)
+    second.latents, second.generated = first.latents[:], first.generated
+    second.rewind(16, [])
+    assert len(scheduler.pool.lookup(first.keys)) == 3
+    assert len(scheduler.pool.lookup(second.keys)) == 1, "the prompt only"
+
+
+def test_a_prompt_is_published_when_it_is_computed_and_then_shared():
+    scheduler = make_scheduler(tokens=40)
+    first, second = make_sequence(50, 5, tokens=7), make_sequence(60, 5, tokens=7)
+    scheduler.add(first)
+    scheduler.admit()
+    step = scheduler.schedule()
+    assert scheduler.pool.lookup(second.keys) == [], "nothing is published before it has run"
+    scheduler.publish(step.prefills)
+    assert scheduler.pool.lookup(second.keys) == first.blocks[:2], "40 tokens fill two blocks"
+    scheduler.publish(scheduler.schedule().prefills)
+    scheduler.add(second)
+    scheduler.admit()
+    assert second.prefilled == 48 and second.blocks[:3] == first.blocks[:3]
+    scheduler.remove(first)
+    scheduler.remove(second)
+    scheduler.pool.check()
+    assert scheduler.pool.num_available == 100
+
+
+def test_the_last_token_is_always_computed():
+    scheduler = make_scheduler()
+    for expected in (0, 16):
+        sequence = make_sequence(32, 1, tokens=7)
+        scheduler.add(sequence)
+        scheduler.admit()
+        assert sequence.prefilled == expected
+        scheduler.publish(scheduler.schedule().prefills)
+
+
+def test_cancelled_during_a_chunked_prefill_and_then_again():
+    scheduler = make_scheduler(tokens=40)
+    first, again = make_sequence(100, 5, tokens=7), make_sequence(100, 5, tokens=7)
+    scheduler.add(first)
+    scheduler.admit()
+    scheduler.publish(scheduler.schedule().prefills)
+    scheduler.remove(first)
+    scheduler.add(again)
+    scheduler.admit()
+    assert again.prefilled == 32, "what had been computed of the cancelled prompt is used"
+
+
+def test_adapters_do_not_share():
+    contents = [b"7"] * 32
+    assert not set(block_keys(contents, 16)) & set(block_keys(contents, 16, b"voice 1"))
+
+
+def test_the_least_recently_used_block_is_evicted():
+    pool = BlockPool(3, 16)
+    held = {key: pool.allocate(1) for key in "abc"}
+    for key, blocks in held.items():
+        pool.publish(blocks[0], key)
+    for key in "abc":
+        pool.release(held[key])
+    pool.release(pool.allocate(0, pool.lookup("a")))
+    assert pool.allocate(1) == held["b"] and pool.lookup("b") == [] and pool.lookup("a") == held["a"]
+
+
+def test_blocks_of_a_prefix_are_not_evicted_for_the_same_request():
+    pool = BlockPool(2, 16)
+    blocks = pool.allocate(1)
+    pool.publish(blocks[0], "a")
+    pool.release(blocks)
+    assert pool.allocate(2, blocks) is None and pool.allocate(1, blocks) == [*blocks, 1 - blocks[0]]
 
 
 def test_a_block_given_back_twice_is_noticed():
@@ -103,24 +240,37 @@ def test_a_block_given_back_twice_is_noticed():
         pool.release(blocks)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_every_block_and_slot_comes_back(data):
-    scheduler = make_scheduler(blocks=30, slots=3, tokens=24)
-    for _ in range(data.draw(st.integers(1, 40))):
-        action = data.draw(st.sampled_from(["add", "step", "remove"]))
+    """Random arrivals (some with equal beginnings), steps, preemptions and departures."""
+    scheduler = make_scheduler(blocks=12, slots=3, tokens=24)
+    finished = 0
+    for number in range(data.draw(st.integers(1, 60))):
+        action = data.draw(st.sampled_from(["add", "step", "step", "step", "remove"]))
         if action == "add":
-            scheduler.add(make_sequence(data.draw(st.integers(1, 100)), data.draw(st.integers(1, 40))))
+            shape = data.draw(st.integers(1, 100)), data.draw(st.integers(1, 90))
+            scheduler.add(make_sequence(*shape, tokens=data.draw(st.integers(0, 2)), stream_id=number))
         elif action == "step":
             scheduler.admit()
+            while scheduler.short_of_blocks():
+                scheduler.preempt_youngest(save)
             step = scheduler.schedule()
+            assert (step is not None) == bool(scheduler.running), "who runs goes on"
             if step is not None:
                 assert sum(p.length for p in step.prefills) + len(step.decodes) <= 24
                 assert len({s.slot for s in step.sampled}) == len(step.sampled)
-        elif scheduler.waiting or scheduler.running:
+                scheduler.publish(step.prefills)
+                for sequence in step.sampled:
+                    collect(sequence)
+                    assert scheduler.pool.blocks_for(sequence.cache_length) <= len(sequence.blocks)
+                    if sequence.generated == sequence.max_patches:
+                        scheduler.remove(sequence)
+                        finished += 1
+        elif scheduler.busy:
             scheduler.remove(data.draw(st.sampled_from([*scheduler.waiting, *scheduler.running])))
-        held = [b for s in scheduler.running for b in s.blocks]
-        assert len(held) == len(set(held)) and len(held) + scheduler.pool.num_free == 30
+        scheduler.pool.check()
     for sequence in [*scheduler.waiting, *scheduler.running]:
         scheduler.remove(sequence)
-    assert scheduler.pool.num_free == 30 and not scheduler.busy
+    scheduler.pool.check()
+    assert scheduler.pool.num_available == 12 and not scheduler.busy

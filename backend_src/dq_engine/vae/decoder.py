@@ -3,6 +3,8 @@
 Decoding a stream's patches one after the other gives the samples that decoding them all at once would give.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from torch.nn.functional import conv1d, conv_transpose1d
@@ -133,10 +135,22 @@ class StreamingDecoder(nn.Module):
     @torch.inference_mode()
     def reset(self, slots: torch.Tensor) -> None:
         """Forget the past of some slots (int64 [B]): their next frames begin a stream."""
-        for module in self.modules():
-            state = getattr(module, "state", None)
-            if state is not None and state.numel():
-                state[slots] = 0
+        for state in self._states():
+            state[slots] = 0
+
+    @torch.inference_mode()
+    def save(self, slot: int) -> list[torch.Tensor]:
+        """A copy of a slot's past, to go on in any slot later."""
+        return [state[slot].clone() for state in self._states()]
+
+    @torch.inference_mode()
+    def restore(self, slot: int, past: list[torch.Tensor]) -> None:
+        """Let a slot go on from a past that `save` gave."""
+        for state, saved in zip(self._states(), past, strict=True):
+            state[slot] = saved
+
+    def _states(self) -> Iterator[torch.Tensor]:
+        return (buffer for name, buffer in self.named_buffers() if name.endswith(".state") and buffer.numel())
 
 
 def _streaming_layers(vae: AudioVAEV2, slots: int) -> list[nn.Module]:

@@ -15,18 +15,16 @@ class DecodedStep:
 
     Args:
         audio: float32 [R, samples].
-        latents: float32 [R, patch_size, feat_dim], what it was decoded from.
-        ready: has passed when both have arrived; None on a CPU.
+        ready: has passed when it has arrived; None on a CPU.
     """
 
     audio: torch.Tensor
-    latents: torch.Tensor
     ready: torch.cuda.Event | None
 
-    def wait(self) -> tuple[np.ndarray, np.ndarray]:
+    def wait(self) -> np.ndarray:
         if self.ready is not None:
             self.ready.synchronize()
-        return self.audio.numpy(), self.latents.numpy()
+        return self.audio.numpy()
 
 
 class VaeStage:
@@ -41,6 +39,16 @@ class VaeStage:
         self.decoder, self.device = decoder, device
         self.dtype = next(decoder.buffers()).dtype
         self.cuda_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def save(self, slot: int) -> list[torch.Tensor]:
+        """The state of a stream that has to leave its slot."""
+        with self._on_stream():
+            return self.decoder.save(slot)
+
+    def restore(self, slot: int, state: list[torch.Tensor]) -> None:
+        """Let a stream that had to leave go on in another slot."""
+        with self._on_stream():
+            self.decoder.restore(slot, state)
 
     def start(self, slot: int, context: np.ndarray | None) -> None:
         """Begin a stream in a slot, after decoding (and dropping) `context`, float32 [frames, feat_dim]."""
@@ -61,16 +69,15 @@ class VaeStage:
             self.cuda_stream.wait_stream(torch.cuda.current_stream(self.device))
         with self._on_stream():
             audio = self.decoder.decode(latents.to(self.dtype), slots).float()
-            latents_host = latents.float()
             if self.cuda_stream is None:
-                return DecodedStep(audio, latents_host, None)
+                return DecodedStep(audio, None)
             # The allocator must not hand these to the main stream before this one has read them.
             slots.record_stream(self.cuda_stream)
             latents.record_stream(self.cuda_stream)
-            host = [torch.empty(t.shape, pin_memory=True).copy_(t, non_blocking=True) for t in (audio, latents_host)]
+            host = torch.empty(audio.shape, pin_memory=True).copy_(audio, non_blocking=True)
             ready = torch.cuda.Event()
             ready.record(self.cuda_stream)
-            return DecodedStep(*host, ready)
+            return DecodedStep(host, ready)
 
     def _on_stream(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self.cuda_stream is None else torch.cuda.stream(self.cuda_stream)
