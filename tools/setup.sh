@@ -65,7 +65,11 @@ key() {
 
 up_to_date() { [[ -x $venv/bin/python && -f $venv/.setup-$1 && $(<"$venv/.setup-$1") == "$2" ]]; }
 
-pip_install() { "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --no-input "$@"; }
+# pip also reports as errors the requirements that --no-deps leaves out on purpose: its words are shown if it fails.
+pip_install() {
+    "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@" >"$venv/setup.log" 2>&1 ||
+        fail "$(tail -n 30 "$venv/setup.log")" "pip install $* failed; the whole output is in $venv/setup.log"
+}
 
 torch_build() {
     if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then echo gpu; else echo cpu; fi

@@ -1,0 +1,98 @@
+#!/usr/bin/env bash
+# Runs tritonserver with this repository's models until it ends or SIGINT or SIGTERM comes: the container's entrypoint
+# and what `make serve`, the demo and the tests run. Everything that it started is gone within 5 s of the signal.
+# Environment:
+#   MODEL               checkpoint directory or Hugging Face id; DQ_ENGINE_MODEL, or the one in config.pbtxt, by default
+#   HTTP_PORT GRPC_PORT METRICS_PORT   8000, 8001, 8002
+#   HOST                the address to listen on; 0.0.0.0
+#   MODEL_CONTROL_MODE  none (default), or explicit: clients may load and unload models. Only where every client is
+#                       trusted: Triton lets them load any code.
+#   MODEL_REPOSITORY    ../model_repository by default
+#   LOG_VERBOSE         0
+# and every DQ_ENGINE_* setting (README). Further arguments go to tritonserver.
+set -uo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(dirname "$here")
+readonly exit_timeout_s=2 # that tritonserver gives its models to end, of the 5 s that a stop may take
+
+if [[ -x /opt/tritonserver/bin/tritonserver ]]; then
+    triton=/opt/tritonserver
+    site=
+elif [[ -x $root/.venv/bin/python ]]; then
+    # The stub takes the environment of the python3 on PATH, and ignores PYTHONPATH.
+    export PATH=$root/.venv/bin:$PATH VIRTUAL_ENV=$root/.venv
+    site=$("$root/.venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+    triton=$site/pytriton/tritonserver
+    libpython=$(python3 "$root/tools/libpython.py") || {
+        echo "entrypoint: $(python3 --version) has no shared library; run make setup" >&2
+        exit 1
+    }
+    export LD_LIBRARY_PATH=$site/nvidia_pytriton.libs${libpython:+:$libpython}${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+else
+    echo "entrypoint: no tritonserver in /opt/tritonserver, and no $root/.venv; run make setup" >&2
+    exit 1
+fi
+
+if [[ -n ${MODEL:-} ]]; then
+    # A relative directory is meant from where the user is.
+    [[ -d $MODEL ]] && MODEL=$(cd "$MODEL" && pwd)
+    export DQ_ENGINE_MODEL=$MODEL
+fi
+# One prefix a server: several share a machine's /dev/shm, and what a killed one left can be told apart.
+shm=voxcpm2_$$_$(od -An -N4 -tx4 /dev/urandom | tr -d ' ')_
+
+arguments=(
+    --model-repository="${MODEL_REPOSITORY:-$root/model_repository}"
+    --backend-directory="$triton/backends"
+    --backend-config="python,shm-region-prefix-name=$shm"
+    --model-control-mode="${MODEL_CONTROL_MODE:-none}"
+    --http-address="${HOST:-0.0.0.0}" --http-port="${HTTP_PORT:-8000}"
+    --grpc-address="${HOST:-0.0.0.0}" --grpc-port="${GRPC_PORT:-8001}"
+    --metrics-address="${HOST:-0.0.0.0}" --metrics-port="${METRICS_PORT:-8002}"
+    --exit-timeout-secs="$exit_timeout_s"
+    --log-verbose="${LOG_VERBOSE:-0}"
+)
+[[ ${MODEL_CONTROL_MODE:-none} == explicit ]] && arguments+=("--load-model=*")
+
+# The server is the leader of a process group of its own (set -m): a terminal's Ctrl-C reaches this script only, which
+# then stops the server in order, and what is left of a server that died (its stubs outlive it) is ended as one.
+# The keeper does that last part. It reads from a pipe of which this script alone holds the other end, so that it comes
+# to it however this script ends, killed or not; it is of another session, so that what ends this script spares it.
+exec {alive}> >(exec setsid "$BASH" -c '
+    trap "" INT TERM HUP
+    read -r group || exit
+    read -r _
+    kill -TERM -- "-$group"
+    for _ in {1..8}; do kill -0 -- "-$group" || break; sleep 0.05; done
+    kill -KILL -- "-$group"
+    # The last of them may be zombies that are not ours to reap.
+    for _ in {1..8}; do kill -0 -- "-$group" || break; sleep 0.05; done
+    rm -f "/dev/shm/$0"*' "$shm" 2>/dev/null >/dev/null)
+keeper=$!
+
+set -m
+"$triton/bin/tritonserver" "${arguments[@]}" "$@" </dev/null {alive}>&- &
+server=$!
+set +m
+echo "$server" >&"$alive"
+
+stopping=
+stop() {
+    [[ -z $stopping ]] || return 0
+    stopping=1
+    echo "entrypoint: stopping" >&2
+    # The whole group: tritonserver waits for running streams, and the engine worker ends them, each with an error.
+    kill -TERM -- "-$server" 2>/dev/null
+    # tritonserver does not always end when its own time is over: half a second more, then the keeper ends it.
+    local end=$((${EPOCHREALTIME/[.,]/} + exit_timeout_s * 1000000 + 500000))
+    while kill -0 "$server" 2>/dev/null && ((${EPOCHREALTIME/[.,]/} < end)); do sleep 0.05; done
+}
+trap stop INT TERM HUP
+
+wait "$server" # returns early, after the trap, when a signal comes
+status=$?
+[[ -z $stopping ]] || status=0
+exec {alive}>&-
+wait "$keeper" 2>/dev/null
+exit "$status"
