@@ -36,6 +36,9 @@ class EngineConfig(BaseSettings):
     )
     max_prefill_tokens: int = Field(default=0, ge=0, description="most prompt tokens in one step; 0 = no own limit")
     max_prefill_seqs: int = Field(default=0, ge=0, description="most prompts in one step; 0 = no own limit")
+    realtime: bool = Field(
+        default=True, description="protect running streams from new ones; 0 = most throughput, for offline work"
+    )
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1, description="share of the GPU's memory to fill")
     num_kvcache_blocks: int = Field(
         default=0,

@@ -22,6 +22,7 @@ from dq_engine.delivery import Delivered, Delivery
 from dq_engine.errors import RequestError
 from dq_engine.kv_cache import BlockPool
 from dq_engine.loading import Parts, load
+from dq_engine.pacing import Pacer
 from dq_engine.request import MAX_DRAWN_SEED, Chunk, Request
 from dq_engine.runner import StepOutput
 from dq_engine.scheduler import Prefill, Scheduler, Step
@@ -83,6 +84,13 @@ class DqCoreEngine:
             self.config.max_prefill_tokens,
             self.config.max_prefill_seqs,
         )
+        self._pacer = Pacer(
+            self.patch_size * checkpoint.vae.decoder_chunk_size / self.sample_rate,
+            self._limits.max_num_seqs,
+            self.config.max_num_batched_tokens,
+            self.config.realtime,
+        )
+        self._last_step_end = 0.0
         self._encode, self._delivery = EncodeStage(parts.encoder), Delivery(self.sample_rate)
         # Where the device is asynchronous the host launches a step before it knows whom the last one stopped.
         self._run_ahead = 0 if self._runner.device.type == "cpu" else 1
@@ -225,7 +233,8 @@ class DqCoreEngine:
         for sequence in self._expired(now):
             message = f"waited {self._limits.queue_timeout_s:g} s for a free slot (queue_timeout_s)"
             self._end(sequence, Chunk(_NOTHING, error=RequestError("UNAVAILABLE", message)))
-        for sequence in self._scheduler.admit():
+        plan = self._pacer.plan(self._scheduler.running, now)
+        for sequence in self._scheduler.admit(plan.admissions):
             self._start(sequence, now)
         while self._scheduler.short_of_blocks():
             if self._in_flight:  # what is under way may end a stream, and what was generated must be known
@@ -233,7 +242,7 @@ class DqCoreEngine:
             else:
                 self._scheduler.preempt_youngest(self._save)
                 self.counters["preemptions"] += 1
-        return self._scheduler.schedule()
+        return self._scheduler.schedule(plan.prefill_tokens, plan.postponed)
 
     def _expired(self, now: float) -> list[Sequence]:
         """Who has waited too long; a preempted stream waits at the head of the queue as long as it takes."""
@@ -289,6 +298,12 @@ class DqCoreEngine:
         """Read a step's stop flags, hand its audio on, end the streams that are done."""
         rows = []
         stops, latents = output.wait()
+        now = time.monotonic()
+        # A step begins when it is launched or, if the device was busy then, when the one before it ends.
+        self._pacer.costs.observe(
+            len(stops), sum(p.length for p in step.prefills), now - max(output.launched_at, self._last_step_end)
+        )
+        self._last_step_end = now
         finite = np.isfinite(latents).all(axis=(1, 2))
         for row, (sequence, stop) in enumerate(zip(step.sampled, stops, strict=True)):
             if sequence.ended:  # it stopped in the step before; this one's patch is thrown away
@@ -300,6 +315,7 @@ class DqCoreEngine:
             index = sequence.generated
             sequence.generated += 1
             sequence.latents.append(latents[row].copy())
+            sequence.first_patch_at = sequence.first_patch_at or now
             reason = None
             if stop and index > sequence.min_length:
                 reason = "stop"

@@ -1,5 +1,6 @@
 """One step on the device. The state of every stream lives there, in tensors indexed by slot."""
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,7 @@ class StepOutput:
         stop_host: bool [R], on the host once `ready` has passed.
         latents_host: float32 [R, patch_size, feat_dim], likewise.
         ready: None on a CPU.
+        launched_at: when the host began with it, by time.monotonic().
     """
 
     latents: torch.Tensor
@@ -33,6 +35,7 @@ class StepOutput:
     stop_host: torch.Tensor
     latents_host: torch.Tensor
     ready: torch.cuda.Event | None
+    launched_at: float
 
     def wait(self) -> tuple[list[bool], np.ndarray]:
         """Wait for the step; its stop flags and its latents."""
@@ -97,6 +100,7 @@ class Runner:
 
         Nothing but the KV cache is changed before everything has been computed: a step that raised can be run again.
         """
+        launched_at = time.monotonic()
         mu, stop, slots = [], [], [s.slot for s in step.sampled]
         if step.grown:
             self._extend_block_tables(step.grown)
@@ -118,7 +122,7 @@ class Runner:
         self.condition[slots] = latents
         self.steps[slots] += 1
         self.position[decode_slots] += 1
-        return StepOutput(latents, slots, *self._to_host(torch.cat(stop), latents.float()))
+        return StepOutput(latents, slots, *self._to_host(torch.cat(stop), latents.float()), launched_at)
 
     def _extend_block_tables(self, grown: list[Sequence]) -> None:
         rows, columns, blocks = zip(*((s.slot, len(s.blocks) - 1, s.blocks[-1]) for s in grown), strict=True)

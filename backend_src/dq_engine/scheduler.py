@@ -1,7 +1,7 @@
 """Who runs in the next step: all running streams, and as much of the waiting prompts as fits beside them."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from dq_engine.kv_cache import BlockPool
@@ -82,10 +82,10 @@ class Scheduler:
         else:
             self._release(sequence)
 
-    def admit(self) -> list[Sequence]:
-        """Give slots and blocks to those who have waited longest, as far as both last."""
+    def admit(self, limit: int) -> list[Sequence]:
+        """Give slots and blocks to at most `limit` of those who have waited longest, as far as both last."""
         admitted = []
-        while self.waiting and self._free_slots:
+        while self.waiting and self._free_slots and len(admitted) < limit:
             sequence = self.waiting[0]
             # The last token is computed in any case: the first patch comes out of it.
             prefix = self.pool.lookup(sequence.keys[: (sequence.prompt_length - 1) // self.pool.block_size])
@@ -104,7 +104,7 @@ class Scheduler:
         return admitted
 
     def short_of_blocks(self) -> bool:
-        """Whether the streams that the next step decodes need more blocks than there are."""
+        """Whether the streams that run need more blocks for their next patches than there are."""
         return sum(self._must_grow(s) for s in self._decodable()) > self.pool.num_available
 
     def preempt_youngest(self, save: Callable[[Sequence], None]) -> Sequence:
@@ -124,13 +124,18 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         return sequence
 
-    def schedule(self) -> Step | None:
-        """The next step, or None when there is nothing to do. What it holds counts as launched."""
-        decodes = self._decodable()
+    def schedule(self, prefill_tokens: int, postponed: Set[Sequence] = frozenset()) -> Step | None:
+        """The next step, or None when there is nothing to do. What it holds counts as launched.
+
+        Args:
+            prefill_tokens: most prompt tokens, below the settings' own limits.
+            postponed: running streams that this step leaves out.
+        """
+        decodes = [s for s in self._decodable() if s not in postponed]
         grown = [s for s in decodes if self._must_grow(s)]
         for sequence in grown:
             sequence.blocks += self.pool.allocate(1)
-        budget = min(self.max_prefill_tokens, self.max_num_batched_tokens - len(decodes))
+        budget = min(prefill_tokens, self.max_prefill_tokens, self.max_num_batched_tokens - len(decodes))
         prefills: list[Prefill] = []
         for sequence in self.running:
             if budget <= 0 or len(prefills) == self.max_prefill_seqs:

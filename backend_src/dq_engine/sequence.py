@@ -63,6 +63,8 @@ class Sequence:
     vae_state: list[torch.Tensor] | None = None
     """Of a preempted stream, its decoder's state."""
     admitted: float = 0.0
+    first_patch_at: float = 0.0
+    """When its first patch had been made, by time.monotonic()."""
     ended: bool = False
 
     @property

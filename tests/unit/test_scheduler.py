@@ -55,27 +55,27 @@ def test_a_prompt_runs_and_then_its_patches():
     scheduler = make_scheduler()
     sequence = make_sequence(10, 3)
     scheduler.add(sequence)
-    assert scheduler.admit() == [sequence]
-    first = scheduler.schedule()
+    assert scheduler.admit(99) == [sequence]
+    first = scheduler.schedule(999)
     assert [(p.start, p.length, p.completes) for p in first.prefills] == [(0, 10, True)]
     assert first.sampled == [sequence] and sequence.launched == 1
     for launched in (2, 3):
-        step = scheduler.schedule()
+        step = scheduler.schedule(999)
         assert step.decodes == [sequence] and not step.prefills and sequence.launched == launched
-    assert scheduler.schedule() is None, "no more than max_patches are launched"
+    assert scheduler.schedule(999) is None, "no more than max_patches are launched"
 
 
 def test_long_prompts_are_cut_into_chunks_and_running_streams_go_on():
     scheduler = make_scheduler(tokens=32)
     running, long = make_sequence(8, 10), make_sequence(70, 10)
     scheduler.add(running)
-    scheduler.admit()
-    scheduler.schedule()
+    scheduler.admit(99)
+    scheduler.schedule(999)
     scheduler.add(long)
-    scheduler.admit()
+    scheduler.admit(99)
     chunks = []
     while long.launched == 0:
-        step = scheduler.schedule()
+        step = scheduler.schedule(999)
         assert step.decodes == [running]
         chunks += [(p.start, p.length, p.completes) for p in step.prefills]
     assert chunks == [(0, 31, False), (31, 31, False), (62, 8, True)]
@@ -88,9 +88,9 @@ def test_prefill_limits(limit, lengths):
     scheduler = make_scheduler(tokens=64, **limit)
     for _ in range(2):
         scheduler.add(make_sequence(30, 1))
-    scheduler.admit()
+    scheduler.admit(99)
     seen = []
-    while (step := scheduler.schedule()) and step.prefills:
+    while (step := scheduler.schedule(999)) and step.prefills:
         seen.append([p.length for p in step.prefills])
     assert seen == lengths
 
@@ -99,10 +99,10 @@ def test_a_stream_grows_block_by_block():
     scheduler = make_scheduler(blocks=4)
     sequence = make_sequence(15, 40)
     scheduler.add(sequence)
-    scheduler.admit()
-    scheduler.schedule()
+    scheduler.admit(99)
+    scheduler.schedule(999)
     sizes = []
-    while step := scheduler.schedule():
+    while step := scheduler.schedule(999):
         sizes.append((sequence.cache_length, len(sequence.blocks)))
         assert step.grown == ([sequence] if sequence.cache_length % 16 == 1 else [])
     assert sizes == [(n, -(-n // 16)) for n in range(16, 55)], "the last patch is not fed back"
@@ -113,9 +113,9 @@ def test_a_waiting_stream_leaves_a_block_for_each_running_one():
     first, second = make_sequence(32, 33), make_sequence(17, 33)
     scheduler.add(first)
     scheduler.add(second)
-    assert scheduler.admit() == [first]
+    assert scheduler.admit(99) == [first]
     scheduler.remove(first)
-    assert first.slot == -1 and scheduler.admit() == [second]
+    assert first.slot == -1 and scheduler.admit(99) == [second]
 
 
 def test_nobody_overtakes():
@@ -123,15 +123,15 @@ def test_nobody_overtakes():
     running, big, small = make_sequence(32, 17), make_sequence(33, 33), make_sequence(1, 1)
     for sequence in (running, big, small):
         scheduler.add(sequence)
-    assert scheduler.admit() == [running], "the small one does not pass the big one, which would starve"
+    assert scheduler.admit(99) == [running], "the small one does not pass the big one, which would starve"
 
 
 def run_until_short(scheduler: Scheduler) -> None:
     for _ in range(100):
-        scheduler.admit()
+        scheduler.admit(99)
         if scheduler.short_of_blocks():
             return
-        scheduler.publish(scheduler.schedule().prefills)
+        scheduler.publish(scheduler.schedule(999).prefills)
     raise AssertionError("blocks never ran out")
 
 
@@ -147,7 +147,7 @@ def test_the_youngest_gives_way_and_comes_back_first():
     assert young.prompt_length == 20 + launched and young.launched == launched and young.prefilled == 0
     assert young.last_patch[0, 0] == launched, "the last patch is fed back when it returns"
     scheduler.remove(old)
-    assert scheduler.admit()[0] is young
+    assert scheduler.admit(99)[0] is young
     assert young.prefilled == (20 + launched - 1) // 16 * 16, "its full blocks were still there"
 
 
@@ -155,9 +155,9 @@ def test_generated_tokens_of_others_are_never_shared():
     scheduler = make_scheduler(blocks=50)
     first, second = make_sequence(16, 60, tokens=7, stream_id=1), make_sequence(16, 60, tokens=7, stream_id=2)
     scheduler.add(first)
-    scheduler.admit()
+    scheduler.admit(99)
     for _ in range(40):
-        scheduler.publish(scheduler.schedule().prefills)
+        scheduler.publish(scheduler.schedule(999).prefills)
     scheduler.preempt_youngest(save)
     scheduler.waiting.clear()
     collect(second)
@@ -171,14 +171,14 @@ def test_a_prompt_is_published_when_it_is_computed_and_then_shared():
     scheduler = make_scheduler(tokens=40)
     first, second = make_sequence(50, 5, tokens=7), make_sequence(60, 5, tokens=7)
     scheduler.add(first)
-    scheduler.admit()
-    step = scheduler.schedule()
+    scheduler.admit(99)
+    step = scheduler.schedule(999)
     assert scheduler.pool.lookup(second.keys) == [], "nothing is published before it has run"
     scheduler.publish(step.prefills)
     assert scheduler.pool.lookup(second.keys) == first.blocks[:2], "40 tokens fill two blocks"
-    scheduler.publish(scheduler.schedule().prefills)
+    scheduler.publish(scheduler.schedule(999).prefills)
     scheduler.add(second)
-    scheduler.admit()
+    scheduler.admit(99)
     assert second.prefilled == 48 and second.blocks[:3] == first.blocks[:3]
     scheduler.remove(first)
     scheduler.remove(second)
@@ -191,20 +191,20 @@ def test_the_last_token_is_always_computed():
     for expected in (0, 16):
         sequence = make_sequence(32, 1, tokens=7)
         scheduler.add(sequence)
-        scheduler.admit()
+        scheduler.admit(99)
         assert sequence.prefilled == expected
-        scheduler.publish(scheduler.schedule().prefills)
+        scheduler.publish(scheduler.schedule(999).prefills)
 
 
 def test_cancelled_during_a_chunked_prefill_and_then_again():
     scheduler = make_scheduler(tokens=40)
     first, again = make_sequence(100, 5, tokens=7), make_sequence(100, 5, tokens=7)
     scheduler.add(first)
-    scheduler.admit()
-    scheduler.publish(scheduler.schedule().prefills)
+    scheduler.admit(99)
+    scheduler.publish(scheduler.schedule(999).prefills)
     scheduler.remove(first)
     scheduler.add(again)
-    scheduler.admit()
+    scheduler.admit(99)
     assert again.prefilled == 32, "what had been computed of the cancelled prompt is used"
 
 
@@ -252,10 +252,10 @@ def test_every_block_and_slot_comes_back(data):
             shape = data.draw(st.integers(1, 100)), data.draw(st.integers(1, 90))
             scheduler.add(make_sequence(*shape, tokens=data.draw(st.integers(0, 2)), stream_id=number))
         elif action == "step":
-            scheduler.admit()
+            scheduler.admit(99)
             while scheduler.short_of_blocks():
                 scheduler.preempt_youngest(save)
-            step = scheduler.schedule()
+            step = scheduler.schedule(999)
             assert (step is not None) == bool(scheduler.running), "who runs goes on"
             if step is not None:
                 assert sum(p.length for p in step.prefills) + len(step.decodes) <= 24
