@@ -39,6 +39,7 @@ class EngineConfig(BaseSettings):
     realtime: bool = Field(
         default=True, description="protect running streams from new ones; 0 = most throughput, for offline work"
     )
+    enforce_eager: bool = Field(default=False, description="run a GPU without CUDA graphs")
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1, description="share of the GPU's memory to fill")
     num_kvcache_blocks: int = Field(
         default=0,

@@ -61,7 +61,7 @@ def load(config: EngineConfig, path: Path, progress: Callable[[str, float], None
     checkpoint = load_checkpoint(path, device, dtype, config.inference_timesteps, progress)
     max_model_len = _max_model_len(config, checkpoint)
     runner = Runner(checkpoint, config.attention, config.inference_timesteps, max_num_seqs, max_model_len)
-    decoder = StreamingDecoder(checkpoint.vae, max_num_seqs).to(torch.float16 if on_gpu else torch.float32)
+    decoder = StreamingDecoder(checkpoint.vae, max_num_seqs + 1).to(torch.float16 if on_gpu else torch.float32)
     num_blocks = config.num_kvcache_blocks or _num_kv_blocks(config, runner, max_num_seqs, max_model_len)
     runner.allocate_kv_cache(num_blocks)
     limits = Limits(
@@ -71,8 +71,13 @@ def load(config: EngineConfig, path: Path, progress: Callable[[str, float], None
         kv_tokens=num_blocks * runner.block_size,
         queue_timeout_s=config.queue_timeout_s or (10.0 if on_gpu else 120.0),
     )
+    vae = VaeStage(decoder, device)
+    if on_gpu and not config.enforce_eager:
+        with torch.inference_mode():
+            runner.capture(progress)
+            vae.capture(runner.condition[:1], max_num_seqs, progress)
     encoder = VaeEncoder(checkpoint.vae, checkpoint.model.patch_size)
-    return Parts(checkpoint, limits, runner, VaeStage(decoder, device), encoder)
+    return Parts(checkpoint, limits, runner, vae, encoder)
 
 
 def _device(setting: str) -> torch.device:

@@ -1,6 +1,7 @@
 """One step on the device. The state of every stream lives there, in tensors indexed by slot."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from dq_engine.attention.base import PagedMetadata
 from dq_engine.attention.layers import ModelAttention
+from dq_engine.graphs import BatchGraphs, batch_buckets
 from dq_engine.model.backbone import Backbone, SiluAndMul, TokenBatch
 from dq_engine.model.checkpoint import Checkpoint
 from dq_engine.model.diffusion import Diffusion
@@ -69,24 +71,51 @@ class Runner:
         self.patch_size, self.feat_dim = model.patch_size, model.feat_dim
         self.block_size = self.attention.backend.block_size
 
+        self.max_model_len = max_model_len
+        self.scratch_slot = max_num_seqs
+        """A slot more than there are streams: the rows that fill a graph's batch up read and write it."""
+
         def state(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(max_num_seqs, *shape, dtype=dtype, device=self.device)
+            return torch.zeros(max_num_seqs + 1, *shape, dtype=dtype, device=self.device)
 
         self.condition = state(self.patch_size, self.feat_dim, dtype=self.dtype)
         """The patch before: LocDiT's condition, and the language models' next input."""
-        self.position, self.steps, self.seeds = state(), state(), state()
+        self.seeds, self.steps = state(), state()
+        self.offset = state()
+        """The place in the stream of the token that is fed back at step n is offset + n."""
         self.cfg_value, self.temperature = state(dtype=self.dtype), state(dtype=torch.float32)
         self.block_tables = state(-(-max_model_len // self.block_size), dtype=torch.int32)
+        self._decode_graphs: BatchGraphs | None = None
+        self._sample_graphs: BatchGraphs | None = None
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        self.attention.allocate(num_blocks)
+        """Make the KV cache: `num_blocks` for the streams, and one for the scratch slot."""
+        self.attention.allocate(num_blocks + 1)
+        self.block_tables[self.scratch_slot] = num_blocks
+
+    def capture(self, progress: Callable[[str, float], None]) -> None:
+        """Capture the decode step, and LocDiT for the streams that come out of a prefill, as CUDA graphs."""
+        buckets = batch_buckets(self.scratch_slot)
+        slots = torch.full((1,), self.scratch_slot, device=self.device)
+        mu = torch.zeros(1, 2 * self.diffusion.estimator.in_proj.out_features, dtype=self.dtype, device=self.device)
+        self._decode_graphs = BatchGraphs(
+            self._decode_and_sample, [slots], buckets, self.scratch_slot, lambda x: progress("decode graphs", x)
+        )
+        self._sample_graphs = BatchGraphs(
+            lambda slots, mu: (self._sample(slots, mu),),
+            [slots, mu],
+            buckets,
+            self.scratch_slot,
+            lambda x: progress("LocDiT graphs", x),
+        )
 
     @torch.inference_mode()
     def start(self, sequence: Sequence) -> None:
         """Put the state of a sequence that was admitted, or is back after a preemption, into its slot."""
         slot = sequence.slot
-        self.position[slot] = sequence.prompt_length
         self.steps[slot] = sequence.generated
+        # The patch that comes out of the prompt is fed back, after the prompt, at the step after it.
+        self.offset[slot] = sequence.prompt_length - (sequence.generated + 1)
         self.seeds[slot] = sequence.seed
         self.cfg_value[slot] = sequence.cfg_value
         self.temperature[slot] = sequence.temperature
@@ -101,28 +130,42 @@ class Runner:
         Nothing but the KV cache is changed before everything has been computed: a step that raised can be run again.
         """
         launched_at = time.monotonic()
-        mu, stop, slots = [], [], [s.slot for s in step.sampled]
         if step.grown:
             self._extend_block_tables(step.grown)
-        if step.prefills:
-            outputs = self._prefill(step.prefills)
-            mu.append(outputs[0])
-            stop.append(outputs[1])
+        mu, stop = self._prefill(step.prefills) if step.prefills else (None, None)
+        slots = [s.slot for s in step.sampled]
         if not slots:
             return None
         slots = self._to_device(np.array(slots, np.int64))
-        decode_slots = slots[len(slots) - len(step.decodes) :]
-        if step.decodes:
-            outputs = self._decode(decode_slots, step.decodes)
-            mu.append(outputs[0])
-            stop.append(outputs[1])
+        completed, decoding = slots.split([len(slots) - len(step.decodes), len(step.decodes)])
+        if self._decode_graphs is not None:
+            parts = []
+            if len(completed):
+                parts.append((*self._sample_graphs(completed, mu), stop))
+            if len(decoding):
+                parts.append(self._decode_graphs(decoding))
+            latents, stop = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        else:
+            if len(decoding):
+                outputs = self._decode(decoding, max(s.cache_length for s in step.decodes))
+                mu, stop = (
+                    outputs if mu is None else (torch.cat(pair) for pair in zip((mu, stop), outputs, strict=True))
+                )
+            latents = self._sample(slots, mu)
+        return StepOutput(latents, slots, *self._to_host(stop, latents.float()), launched_at)
+
+    def _sample(self, slots: torch.Tensor, mu: torch.Tensor) -> torch.Tensor:
+        """The next patch of each stream, kept as its state and returned, [R, patch_size, feat_dim]."""
         noise = patch_noise(self.seeds[slots], self.steps[slots], self.patch_size, self.feat_dim)
         noise = (noise * self.temperature[slots][:, None, None]).transpose(1, 2).to(self.dtype)
-        latents = self.diffusion.forward(noise, torch.cat(mu), self.condition[slots], self.cfg_value[slots])
+        latents = self.diffusion.forward(noise, mu, self.condition[slots], self.cfg_value[slots])
         self.condition[slots] = latents
-        self.steps[slots] += 1
-        self.position[decode_slots] += 1
-        return StepOutput(latents, slots, *self._to_host(torch.cat(stop), latents.float()), launched_at)
+        self.steps[slots] += slots != self.scratch_slot
+        return latents
+
+    def _decode_and_sample(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mu, stop = self._decode(slots, self.max_model_len)
+        return self._sample(slots, mu), stop
 
     def _extend_block_tables(self, grown: list[Sequence]) -> None:
         rows, columns, blocks = zip(*((s.slot, len(s.blocks) - 1, s.blocks[-1]) for s in grown), strict=True)
@@ -167,16 +210,16 @@ class Runner:
             )
         )
 
-    def _decode(self, slots: torch.Tensor, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(self, slots: torch.Tensor, max_context: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Feed each stream its last patch; mu and stop for the next."""
-        positions = self.position[slots]
+        positions = self.offset[slots] + self.steps[slots]
         tables = self.block_tables[slots]
         blocks = tables.gather(1, (positions // self.block_size)[:, None])[:, 0].long()
         self.attention.metadata = PagedMetadata(
             slots=blocks * self.block_size + positions % self.block_size,
             block_tables=tables,
             context_lens=(positions + 1).to(torch.int32),
-            max_context=max(s.cache_length for s in sequences),
+            max_context=max_context,
         )
         return self.backbone.forward(TokenBatch(positions=positions, patches=self.condition[slots]))
 

@@ -1,11 +1,13 @@
 """The decoding stage: new latents of all streams of a step, in one batch, beside the next step."""
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from dq_engine.graphs import BatchGraphs, batch_buckets
 from dq_engine.vae.decoder import StreamingDecoder
 
 
@@ -37,8 +39,25 @@ class VaeStage:
 
     def __init__(self, decoder: StreamingDecoder, device: torch.device) -> None:
         self.decoder, self.device = decoder, device
+        self._graphs: BatchGraphs | None = None
         self.dtype = next(decoder.buffers()).dtype
         self.cuda_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def capture(self, latents: torch.Tensor, max_num_seqs: int, progress: Callable[[str, float], None]) -> None:
+        """Capture the decoding of one patch as CUDA graphs.
+
+        Args:
+            latents: a patch as an example, [1, patch_size, feat_dim], in any dtype.
+            max_num_seqs: slots that streams use; the decoder has one more.
+        """
+        slots = torch.full((1,), max_num_seqs, device=self.device)
+        self._graphs = BatchGraphs(
+            lambda slots, latents: (self.decoder.decode(latents, slots).float(),),
+            [slots, latents.to(self.dtype)],
+            batch_buckets(max_num_seqs),
+            max_num_seqs,
+            lambda x: progress("VAE graphs", x),
+        )
 
     def save(self, slot: int) -> list[torch.Tensor]:
         """The state of a stream that has to leave its slot."""
@@ -68,7 +87,10 @@ class VaeStage:
         if self.cuda_stream is not None:
             self.cuda_stream.wait_stream(torch.cuda.current_stream(self.device))
         with self._on_stream():
-            audio = self.decoder.decode(latents.to(self.dtype), slots).float()
+            if self._graphs is None:
+                audio = self.decoder.decode(latents.to(self.dtype), slots).float()
+            else:
+                (audio,) = self._graphs(slots, latents)
             if self.cuda_stream is None:
                 return DecodedStep(audio, None)
             # The allocator must not hand these to the main stream before this one has read them.

@@ -1,0 +1,66 @@
+"""CUDA graphs of a function of a batch: captured once per bucket of batch sizes, replayed on the smallest that fits."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+_FIRST_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
+
+
+def batch_buckets(limit: int) -> list[int]:
+    """Batch sizes to capture up to `limit`: fine where steps are short, then every 32, from 256 on every 64."""
+    buckets = [*_FIRST_BUCKETS, *range(160, 257, 32), *range(320, limit + 64, 64)]
+    return [b for b in buckets if b < limit] + [limit]
+
+
+class BatchGraphs:
+    """Graphs of one function.
+
+    Args:
+        function: of tensors whose first dimension is the batch, of which the first argument, `slots` (int64 [B]), says
+            which slots' state it reads and writes; returns tensors [B, ...].
+        examples: for each argument a tensor [1, ...] of the shape and dtype that it has.
+        buckets: batch sizes to capture, ascending.
+        scratch_slot: what the rows that fill a bucket up use; its state is nobody's.
+        progress: told how far it is, 0 to 1.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., tuple[torch.Tensor, ...]],
+        examples: Sequence[torch.Tensor],
+        buckets: Sequence[int],
+        scratch_slot: int,
+        progress: Callable[[float], None],
+    ) -> None:
+        self.buckets, self.scratch_slot = list(buckets), scratch_slot
+        largest = self.buckets[-1]
+        self._inputs = [torch.zeros(largest, *e.shape[1:], dtype=e.dtype, device=e.device) for e in examples]
+        self._inputs[0].fill_(scratch_slot)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]] = {}
+        pool = None
+        # The largest first: the smaller ones then find its memory in the pool.
+        for count, bucket in enumerate(reversed(self.buckets), start=1):
+            arguments = [tensor[:bucket] for tensor in self._inputs]
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side), torch.inference_mode():
+                function(*arguments)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=side), torch.inference_mode():
+                outputs = function(*arguments)
+            pool = graph.pool()
+            self._graphs[bucket] = graph, outputs
+            progress(count / len(self.buckets))
+
+    def __call__(self, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the function; what it returns is the caller's own, and no later replay writes to it."""
+        size = arguments[0].size(0)
+        bucket = next(b for b in self.buckets if b >= size)
+        for static, argument in zip(self._inputs, arguments, strict=True):
+            static[:size].copy_(argument)
+        self._inputs[0][size:bucket].fill_(self.scratch_slot)
+        graph, outputs = self._graphs[bucket]
+        graph.replay()
+        return tuple(output[:size].clone() for output in outputs)
