@@ -1,0 +1,146 @@
+"""client_examples/ as a user runs them: their own processes, against a real server."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import numpy as np
+import pytest
+import soundfile
+from triton_server import ROOT, free_ports
+from wav import read_wav
+
+TEXT = "rachel wants five pretty flowers"
+EXAMPLES = ["speak.py", "speak_http.py"]
+
+
+def command(example: str, *arguments: str, port: int) -> list[str]:
+    url = f"localhost:{port}" if example == "speak.py" else f"http://localhost:{port}"
+    return [sys.executable, str(ROOT / "client_examples" / example), *arguments, "--url", url]
+
+
+def speak(example: str, server, *arguments: str) -> subprocess.CompletedProcess:
+    port = server.grpc_port if example == "speak.py" else server.http_port
+    return subprocess.run(command(example, *arguments, port=port), capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def recording(server, tmp_path_factory):
+    """A wav file of TEXT, spoken by the small model."""
+    path = tmp_path_factory.mktemp("recording") / "voice.wav"
+    result = speak("speak.py", server, TEXT, "--seed", "0", "--output", str(path))
+    assert result.returncode == 0, result.stderr
+    return path
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_writes_a_wav_file_and_prints_the_figures(example, server, tmp_path, recording):
+    output = tmp_path / "out.wav"
+    result = speak(example, server, TEXT, "--seed", "0", "--output", str(output))
+    assert (result.returncode, result.stderr) == (0, "")
+    samples, rate = read_wav(output)
+    assert rate == 48000
+    assert len(samples) % 7680 == 0  # whole patches
+    assert 1.5 <= len(samples) / rate <= 5
+    assert np.sqrt(np.mean((samples / 32768.0) ** 2)) > 0.01  # it speaks
+    first, second = result.stdout.splitlines()
+    assert first == f"{output}: {len(samples) / rate:.2f} s of audio, finish reason: stop"
+    ttfb_ms, rtf = re.fullmatch(r"TTFB (\d+) ms, RTF (\d+\.\d\d)", second).groups()
+    assert 1 <= int(ttfb_ms) < 60_000
+    assert 0.01 < float(rtf) < 20
+    # The same seed, in another process or over the other protocol, is the same audio but for rounding (1e-3 of full scale).
+    assert np.abs(samples.astype(int) - read_wav(recording)[0]).max() <= 33
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("option", ["reference", "prompt", "control", "other seed"])
+def test_every_option_reaches_the_model(example, option, server, tmp_path, recording):
+    arguments = {
+        "reference": ["--seed", "0", "--reference", str(recording)],
+        "prompt": ["--seed", "0", "--prompt-audio", str(recording), "--prompt-text", TEXT],
+        "control": ["--seed", "0", "--control", "awb"],
+        "other seed": ["--seed", "1"],
+    }[option]
+    output = tmp_path / "out.wav"
+    result = speak(example, server, TEXT, *arguments, "--output", str(output))
+    assert result.returncode == 0, result.stderr
+    samples, plain = read_wav(output)[0], read_wav(recording)[0]
+    assert len(samples) >= 4 * 7680
+    assert len(samples) != len(plain) or not np.array_equal(samples, plain)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_errors_of_the_server_are_one_line(example, server, tmp_path):
+    output = tmp_path / "out.wav"
+    result = speak(example, server, TEXT, "--prompt-text", "hello", "--output", str(output))
+    words = "a prompt is a recording and its words"
+    assert result.stderr == f"error: INVALID_ARG: prompt_audio: is required with prompt_text: {words}\n"
+    assert (result.returncode, result.stdout, output.exists()) == (1, "", False)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_recording_that_is_none(example, server, tmp_path):
+    text = tmp_path / "voice.wav"
+    text.write_text("this is no audio\n" * 100)
+    result = speak(example, server, TEXT, "--reference", str(text))
+    assert result.stderr.startswith("error: INVALID_ARG: reference_audio: ")
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_no_server_there(example, tmp_path):
+    (port,) = free_ports(1)
+    began = time.monotonic()
+    result = subprocess.run(command(example, TEXT, port=port), capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert time.monotonic() - began < 20
+    assert result.stderr.startswith("error: no answer from the server: ")
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_file_that_cannot_be_read_or_written(example, server, tmp_path):
+    for arguments in (["--reference", "/none/voice.wav"], ["--output", "/none/out.wav"]):
+        result = speak(example, server, TEXT, *arguments)
+        assert result.stderr.startswith("error: ") and "/none/" in result.stderr
+        assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_ctrl_c_cancels_the_request(example, server, tmp_path):
+    port = server.grpc_port if example == "speak.py" else server.http_port
+    long_text = f"{TEXT} and " * 20
+    process = subprocess.Popen(
+        command(example, long_text, "--output", str(tmp_path / "out.wav"), port=port),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for_streams(server, 1)
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert (process.returncode, out, error) == (1, "", "cancelled\n")
+    wait_for_streams(server, 0)
+    assert not (tmp_path / "out.wav").exists()
+
+
+def wait_for_streams(server, count: int) -> None:
+    """Until the server's metrics, which it refreshes once a second, speak of this many running streams."""
+    end = time.monotonic() + 15
+    while True:
+        with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=5) as response:
+            if re.search(rf"^voxcpm2_active_streams{{.*}} {count}$", response.read().decode(), re.MULTILINE):
+                return
+        assert time.monotonic() < end, f"the server never had {count} running streams"
+        time.sleep(0.1)
+
+
+def test_the_result_is_readable_by_others(recording):
+    samples, rate = soundfile.read(recording, dtype="int16")
+    assert rate == 48000
+    assert np.array_equal(samples, read_wav(recording)[0])
