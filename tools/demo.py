@@ -119,5 +119,9 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit("cancelled")
-    except (CheckpointError, ServerError, InferenceServerException, OSError) as error:
+    except ServerError as error:
+        # The end of its log, where the engine's own reason is worth more than the rest.
+        reason = re.search(r"the engine did not start: (.+?)\\n", str(error))
+        sys.exit(f"error: {reason[0][:-2] if reason else error}")
+    except (CheckpointError, InferenceServerException, OSError) as error:
         sys.exit(f"error: {error}")
