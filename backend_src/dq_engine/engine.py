@@ -98,8 +98,12 @@ class DqCoreEngine:
         self._thread = threading.Thread(target=self._run, name="dq-engine", daemon=True)
         self._thread.start()
         progress("warm up", 0.0)
-        for _ in self.submit(Request(text="warm up", max_generate_length=2)):
-            pass
+        try:
+            for _ in self.submit(Request(text="warm up", max_generate_length=2)):
+                pass
+        except RequestError as error:
+            self.stop()
+            raise ValueError(f"the model does not run on this device: {error.message}") from error
         progress("warm up", 1.0)
         return self
 

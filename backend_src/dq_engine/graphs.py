@@ -25,6 +25,7 @@ class BatchGraphs:
         progress: told how far it is, 0 to 1.
     """
 
+    @torch.inference_mode()
     def __init__(
         self,
         function: Callable[..., tuple[torch.Tensor, ...]],
@@ -44,16 +45,17 @@ class BatchGraphs:
             arguments = [tensor[:bucket] for tensor in self._inputs]
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side), torch.inference_mode():
+            with torch.cuda.stream(side):
                 function(*arguments)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=side), torch.inference_mode():
+            with torch.cuda.graph(graph, pool=pool, stream=side):
                 outputs = function(*arguments)
             pool = graph.pool()
             self._graphs[bucket] = graph, outputs
             progress(count / len(self.buckets))
 
+    @torch.inference_mode()
     def __call__(self, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the function; what it returns is the caller's own, and no later replay writes to it."""
         size = arguments[0].size(0)
