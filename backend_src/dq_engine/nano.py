@@ -26,9 +26,16 @@ class _StandIn(types.ModuleType):
         return lambda *args, **kwargs: args[0] if args else lambda decorated: decorated
 
 
+def _is_installed(name: str) -> bool:
+    """Whether there is such a package; a mere folder of that name on sys.path (tests/triton, say) is none."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
+
+
 @contextlib.contextmanager
 def _standing_in(names: tuple[str, ...]) -> Iterator[None]:
-    absent = [n for n in names if n not in sys.modules and importlib.util.find_spec(n.partition(".")[0]) is None]
+    absent = [name for name in names if not _is_installed(name.partition(".")[0])]
+    before = {name: sys.modules[name] for name in absent if name in sys.modules}
     for name in absent:
         module = _StandIn(name)
         module.__path__ = []
@@ -45,6 +52,7 @@ def _standing_in(names: tuple[str, ...]) -> Iterator[None]:
         torch.compile = compile_
         for name in absent:
             del sys.modules[name]
+        sys.modules.update(before)
 
 
 import transformers  # noqa: E402, F401  first: it looks for optional packages when it is imported
