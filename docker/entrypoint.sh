@@ -53,6 +53,7 @@ arguments=(
     --exit-timeout-secs="$exit_timeout_s"
     --log-verbose="${LOG_VERBOSE:-0}"
 )
+command -v nvidia-smi >/dev/null || arguments+=(--allow-gpu-metrics=false)
 [[ ${MODEL_CONTROL_MODE:-none} == explicit ]] && arguments+=("--load-model=*")
 
 # The server is the leader of a process group of its own (set -m): a terminal's Ctrl-C reaches this script only, which

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -39,6 +38,7 @@ class TritonServer:
         ports: (HTTP, gRPC, metrics); None chooses free ones.
         host: the address to listen on.
         model_control: clients may load and unload models (--model-control-mode=explicit).
+        entrypoint: the script to run.
         log_path: the server's output goes there; None makes a temporary file, removed after a stop without a fault.
         ready_timeout_s: how long the model may take to load, a download included.
         on_progress: called about 5 times a second while the server starts, with the seconds since the start and the
@@ -61,6 +61,7 @@ class TritonServer:
         ports: tuple[int, int, int] | None = None,
         host: str = "127.0.0.1",
         model_control: bool = False,
+        entrypoint: str | os.PathLike = ROOT / "docker/entrypoint.sh",
         log_path: str | os.PathLike | None = None,
         ready_timeout_s: float = 120.0,
         on_progress: Callable[[float, str], None] | None = None,
@@ -80,7 +81,7 @@ class TritonServer:
             "GRPC_PORT": str(self.grpc_port),
             "METRICS_PORT": str(self.metrics_port),
         }
-        self._arguments = arguments
+        self._command = ["setpriv", "--pdeathsig", "TERM", "--", str(entrypoint), *arguments]
         self._ready_timeout_s = ready_timeout_s
         self._on_progress = on_progress
         self._temporary = log_path is None
@@ -111,7 +112,7 @@ class TritonServer:
         """
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "TERM", "--", ROOT / "docker/entrypoint.sh", *self._arguments],
+                self._command,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -148,10 +149,11 @@ class TritonServer:
 
     def is_ready(self) -> bool:
         """Whether the server answers and every model is ready."""
-        with contextlib.suppress(OSError):  # urllib's URLError and HTTPError are
+        try:
             with urllib.request.urlopen(f"http://{self.http_url}/v2/health/ready", timeout=5) as response:
                 return response.status == 200
-        return False
+        except OSError:  # urllib's URLError and HTTPError are
+            return False
 
     def _wait_until_ready(self) -> None:
         began = time.monotonic()
@@ -165,12 +167,14 @@ class TritonServer:
             time.sleep(0.2)
 
     def _log_lines(self, count: int) -> str:
+        """The last lines of the log, without the tables that tritonserver prints whatever happens."""
         with self.log_path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 400 * count))
-            return "\n".join(log.read().decode(errors="replace").splitlines()[-count:])
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 65536))
+            lines = log.read().decode(errors="replace").splitlines()
+        return "\n".join([line for line in lines if line.strip() and line[0] not in "|+"][-count:])
 
     def _log_tail(self) -> str:
-        return f"; the end of {self.log_path}:\n{self._log_lines(40)}"
+        return f"; the end of {self.log_path}:\n{self._log_lines(30)}"
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

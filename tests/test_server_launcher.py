@@ -1,0 +1,173 @@
+"""docker/entrypoint.sh and tools/triton_server.py: a real tritonserver with a model that needs no engine."""
+
+import os
+import queue
+import signal
+import socket
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import stand_in_model
+import tritonclient.grpc as grpcclient
+from triton_server import ServerError, TritonServer, free_ports
+
+STOP_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory) -> Path:
+    return stand_in_model.write(tmp_path_factory.mktemp("repository"))
+
+
+class Counting:
+    """A stream of the model `counter`."""
+
+    def __init__(self, server: TritonServer, n: int):
+        self.answers: queue.Queue = queue.Queue()
+        self._client = grpcclient.InferenceServerClient(server.grpc_url)
+        self._client.start_stream(lambda result, error: self.answers.put((result, error)))
+        tensor = grpcclient.InferInput("n", [1], "INT32")
+        tensor.set_data_from_numpy(np.array([n], np.int32))
+        self._client.async_stream_infer("counter", [tensor])
+
+    def next(self) -> int:
+        result, error = self.answers.get(timeout=20)
+        assert error is None, error
+        return int(result.as_numpy("i")[0])
+
+    def error(self) -> Exception:
+        """The error that ends the stream, past the answers that came before."""
+        while True:
+            _, error = self.answers.get(timeout=10)
+            if error is not None:
+                return error
+
+
+def processes_of(server: TritonServer) -> list[psutil.Process]:
+    """The server's: all that are below the entrypoint now."""
+    return psutil.Process(server.pid).children(recursive=True)
+
+
+def left_of(server: TritonServer, processes: list[psutil.Process]) -> list[str]:
+    """What is still there of a server: its processes and its shared memory."""
+    alive = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return [*map(str, alive), *map(str, Path("/dev/shm").glob(f"voxcpm2_{server.pid}_*"))]
+
+
+def wait_until_nothing_is_left(server: TritonServer, processes: list[psutil.Process], seconds: float) -> float:
+    began = time.monotonic()
+    while left := left_of(server, processes):
+        assert time.monotonic() - began < seconds, f"still there after {seconds} s: {left}"
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+def test_two_servers_at_once_serve_and_stop_one_by_one(repository):
+    with (
+        TritonServer("models/small", model_repository=repository) as first,
+        TritonServer("some/hub-id", model_repository=repository) as second,
+    ):
+        for server in (first, second):
+            stream = Counting(server, 3)
+            assert [stream.next() for _ in range(3)] == [0, 1, 2]
+        assert f"counter: {Path('.venv/bin/python3').absolute()} 1.26" in first.log_path.read_text()
+        # A directory that exists is made absolute; a hub id goes as it is.
+        assert f" {Path('models/small').absolute()}\n" in first.log_path.read_text()
+        assert " some/hub-id\n" in second.log_path.read_text()
+
+        processes = processes_of(first)
+        names = {p.name()[:13] for p in processes}
+        assert {"tritonserver", "triton_python"} <= names
+        first.stop()
+        assert left_of(first, processes) == []
+        assert Counting(second, 1).next() == 0
+        log = first.log_path
+    assert not log.exists()
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
+def test_a_stop_with_a_running_stream_ends_everything_within_5_s(repository, how):
+    server = TritonServer(model_repository=repository)
+    server.start()
+    stream = Counting(server, 1000)
+    stream.next()
+    processes = processes_of(server)
+    began = time.monotonic()
+    if how == "SIGTERM":
+        os.kill(server.pid, signal.SIGTERM)
+    else:
+        os.killpg(server.pid, signal.SIGINT)  # a terminal's: the entrypoint's whole process group
+    wait_until_nothing_is_left(server, processes, STOP_S)
+    server.stop()
+    assert time.monotonic() - began < STOP_S
+    assert "UNAVAILABLE" in str(stream.error())
+    server.log_path.unlink()
+
+
+@pytest.mark.parametrize("killed", ["entrypoint", "tritonserver"])
+def test_nothing_is_left_of_a_killed_server(repository, killed):
+    server = TritonServer(model_repository=repository)
+    server.start()
+    stream = Counting(server, 1000)
+    stream.next()
+    processes = processes_of(server)
+    if killed == "entrypoint":
+        server.kill()
+    else:
+        next(p for p in processes if p.name() == "tritonserver").kill()
+    wait_until_nothing_is_left(server, processes, STOP_S)
+    assert "UNAVAILABLE" in str(stream.error())
+    if killed == "tritonserver":
+        time.sleep(0.2)
+        with pytest.raises(ServerError, match="tritonserver ended with 137"):
+            server.check()
+    server.log_path.unlink()
+
+
+def test_a_server_that_cannot_start_says_why(repository):
+    server = TritonServer(model_repository=repository, environment={"COUNTER_FAILS": "no such checkpoint: xyz"})
+    with pytest.raises(ServerError, match=r"tritonserver ended with 1; the end of [\s\S]*no such checkpoint: xyz"):
+        server.start()
+    assert server.log_path.exists()
+    server.log_path.unlink()
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = (taken.getsockname()[1], *free_ports(2))
+        server = TritonServer(model_repository=repository, ports=ports)
+        with pytest.raises(ServerError, match=f"(?s)ended with 1.*127.0.0.1:{ports[0]}.*already in use"):
+            server.start()
+    server.log_path.unlink()
+
+
+def test_progress_is_told_while_the_server_starts(repository):
+    told = []
+    with TritonServer(model_repository=repository, on_progress=lambda *what: told.append(what)):
+        pass
+    assert [seconds for seconds, _ in told] == sorted(seconds for seconds, _ in told)
+    assert any("counter" in line for _, line in told)
+
+
+def test_models_are_loaded_and_unloaded_only_where_it_is_allowed(repository):
+    with TritonServer(model_repository=repository, model_control=True) as server:
+        client = grpcclient.InferenceServerClient(server.grpc_url)
+        client.unload_model("counter")
+        deadline = time.monotonic() + 10
+        while client.is_model_ready("counter") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not client.is_model_ready("counter")
+        client.load_model("counter")
+        assert Counting(server, 1).next() == 0
+    with TritonServer(model_repository=repository) as server:
+        client = grpcclient.InferenceServerClient(server.grpc_url)
+        with pytest.raises(grpcclient.InferenceServerException, match="not allowed"):
+            client.unload_model("counter")
+        assert Counting(server, 1).next() == 0
+
+
+def test_free_ports_are_different_and_not_those_of_outgoing_connections():
+    ports = free_ports(50)
+    assert len(set(ports)) == 50
+    assert all(20000 <= port < 32000 for port in ports)

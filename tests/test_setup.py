@@ -1,0 +1,84 @@
+"""tools/setup.sh, the Makefile and .ci/run as a newcomer meets them."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def clone(tmp_path) -> Path:
+    """What set-up needs of the repository, without a .venv."""
+    for name in ("tools", "requirements", "backend_src"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    return tmp_path
+
+
+def fake_python(folder: Path, body: str) -> Path:
+    path = folder / "fake-python"
+    path.write_text(f"#!/bin/bash\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+def set_up(clone: Path, **environment: str) -> str:
+    """The words that a set-up fails with."""
+    done = subprocess.run(
+        [clone / "tools/setup.sh"], env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert not (clone / ".venv").exists()
+    return done.stderr
+
+
+def test_a_python_that_is_not_there_or_does_not_fit_is_named(clone):
+    assert "PYTHON=/no/python is not there" in set_up(clone, PYTHON="/no/python")
+    other = fake_python(clone, 'if [[ $1 == --version ]]; then echo Python 3.13.1; else exit 1; fi')
+    assert f"PYTHON={other} is Python 3.13.1; Python 3.10, 3.11 or 3.12 is needed" in set_up(clone, PYTHON=str(other))
+
+
+def test_what_is_missing_on_the_system_is_named_with_one_line_to_install_it(clone):
+    version = "{}.{}".format(*sys.version_info)
+    bare = fake_python(
+        clone, f'[[ "$*" == *libpython.py* || "$*" == *ensurepip* ]] && exit 1\nexec {sys.executable} "$@"'
+    )
+    said = set_up(clone, PYTHON=str(bare))
+    assert f"the venv module of Python {version}" in said
+    assert f"libpython{version}.so.1.0" in said
+    assert f"sudo apt-get install -y python{version}-venv libpython{version}\n" in said
+
+
+@pytest.mark.parametrize("what", ["server", "test"])
+def test_a_second_set_up_costs_less_than_a_second(what):
+    began = time.monotonic()
+    done = subprocess.run([ROOT / "tools/setup.sh", what], capture_output=True, text=True, check=True)
+    assert time.monotonic() - began < 1.0
+    assert done.stdout == ""
+
+
+def test_ci_runs_make_test_and_nothing_else():
+    lines = (ROOT / ".ci/run").read_text().splitlines()
+    assert lines == ["#!/usr/bin/env bash", "set -e", 'cd "$(dirname "$0")/.."', "exec make test"]
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+def test_make_names_its_targets_and_runs_what_exists():
+    said = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for target in ("setup", "test", "test-all", "demo", "serve", "lint", "clean"):
+        assert f"make {target} " in said
+        recipe = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for word in recipe.split():
+            if word.startswith(("tools/", "docker/")):
+                assert (ROOT / word).is_file(), word
+
+
+def test_ruff_finds_nothing():
+    ruff = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=concise", "."]
+    done = subprocess.run(ruff, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
