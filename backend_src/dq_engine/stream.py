@@ -25,12 +25,16 @@ class Stream:
         self.id = id
         self.created = time.monotonic()
         self.cancelled = False
+        self._ended = False
         self._on_chunk, self._on_cancel = on_chunk, on_cancel
         self._chunks: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def deliver(self, chunk: Chunk) -> None:
-        """Hand the next chunk to the caller (the engine's side)."""
+        """Hand the next chunk to the caller (the engine's side). After the last one nothing more is handed over."""
+        if self._ended:
+            return
+        self._ended = chunk.is_last
         if self._on_chunk is not None:
             self._on_chunk(chunk)
             return

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import pytest
-from test_scheduler import make_sequence
+from sequences import make_sequence
 
 from dq_engine.kv_cache import BlockPool
 from dq_engine.pacing import MIN_PREFILL_TOKENS, Pacer, StepCosts

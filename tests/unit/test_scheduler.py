@@ -1,35 +1,14 @@
 """Slots, blocks and tokens are handed out first come, first served; streams grow, give way, and all comes back."""
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sequences import make_sequence
 
 from dq_engine.kv_cache import BlockPool
 from dq_engine.scheduler import Scheduler
-from dq_engine.sequence import Sequence, block_keys, token_contents
-from dq_engine.stream import Stream
-
-
-def make_sequence(prompt: int, patches: int, tokens: int = 0, stream_id: int = 0) -> Sequence:
-    """A text of `prompt` tokens, all equal to `tokens`, or of its own if 0, to be continued by `patches` patches."""
-    token_ids = np.full(prompt, tokens or next(unique), np.int64)
-    empty = np.zeros((0, 4, 64), np.float32), np.zeros(0, np.int64)
-    return Sequence(
-        stream=Stream(stream_id, lambda chunk: None, lambda stream: None),
-        token_ids=token_ids,
-        patches=empty[0],
-        patch_rows=empty[1],
-        keys=block_keys(token_contents(token_ids, *empty), 16),
-        seed=0,
-        cfg_value=2.0,
-        temperature=1.0,
-        min_length=2,
-        max_patches=patches,
-        return_latents=False,
-    )
+from dq_engine.sequence import Sequence, block_keys
 
 
 def collect(sequence: Sequence) -> None:
@@ -42,9 +21,6 @@ def collect(sequence: Sequence) -> None:
 def save(sequence: Sequence) -> None:
     collect(sequence)
     sequence.rewind(16, [])
-
-
-unique = itertools.count(1)
 
 
 def make_scheduler(blocks=100, slots=4, tokens=64, prefill_tokens=0, prefill_seqs=0) -> Scheduler:
