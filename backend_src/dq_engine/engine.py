@@ -31,7 +31,7 @@ _NOTHING = np.zeros(0, np.float32)
 
 
 class DqCoreEngine:
-    """A continuous-batching engine for one VoxCPM2 checkpoint on one device; its methods may be called from any thread."""
+    """A continuous-batching engine for one VoxCPM2 checkpoint on one device. Any thread may call its methods."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
