@@ -15,11 +15,11 @@ import numpy as np
 import tritonclient.grpc
 from matplotlib.figure import Figure
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from triton_server import ROOT, ServerError, TritonServer
 from tritonclient.utils import InferenceServerException
 
 from dq_engine.config import resolve_checkpoint
 from dq_engine.errors import CheckpointError
-from triton_server import ROOT, ServerError, TritonServer
 
 sys.path.insert(0, str(ROOT / "client_examples"))
 from speak import stream  # noqa: E402
@@ -55,7 +55,7 @@ def main() -> None:
     picture = out.with_suffix(".png")
     draw(samples, rate, fields["text"], picture)
     print(f'"{fields["text"]}", seed {stats["seed"]}, finish reason: {reason}')
-    print(f"TTFB {1e3 * ttfb:.0f} ms (request to first audio), RTF {rtf:.2f} (seconds for a second of audio after that)")
+    print(f"TTFB {1e3 * ttfb:.0f} ms (request to first audio), RTF {rtf:.2f} (seconds for a second of audio, after it)")
     print(f"{out}: {len(samples) / rate:.2f} s of audio, 16-bit PCM, {rate} Hz")
     print(f"{picture}: its waveform and spectrogram")
 

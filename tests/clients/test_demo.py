@@ -27,9 +27,7 @@ def environment(**settings: str | os.PathLike) -> dict[str, str]:
 
 
 def demo(cwd: Path = ROOT, **settings: str | os.PathLike) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        DEMO, env=environment(**settings), cwd=cwd, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL
-    )
+    return subprocess.run(DEMO, env=environment(**settings), cwd=cwd, capture_output=True, text=True, timeout=240)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +63,7 @@ def test_it_says_what_it_did(plain):
     assert result.stderr == ""
     for words in ("7.7 M parameters", "flite", "make demo MODEL=openbmb/VoxCPM2", "MODEL=/directory"):
         assert words in result.stdout
-    assert f"speaking            ━━━━━━━━━━━━━━━━━━━━━━ {seconds:.2f} s of audio" in re.sub("━+", "━" * 22, result.stdout)
+    assert re.search(rf"speaking +━+ {seconds:.2f} s of audio", result.stdout)
     lines = result.stdout.splitlines()[-4:]
     assert lines[0] == f'"{SENTENCE}", seed 0, finish reason: stop'
     ttfb_ms, rtf = re.fullmatch(r"TTFB (\d+) ms \(.*\), RTF (\d+\.\d\d) \(.*\)", lines[1]).groups()

@@ -51,7 +51,7 @@ def test_writes_a_wav_file_and_prints_the_figures(example, server, tmp_path, rec
     ttfb_ms, rtf = re.fullmatch(r"TTFB (\d+) ms, RTF (\d+\.\d\d)", second).groups()
     assert 1 <= int(ttfb_ms) < 60_000
     assert 0.01 < float(rtf) < 20
-    # The same seed, in another process or over the other protocol, is the same audio but for rounding (1e-3 of full scale).
+    # The same seed, in another process or over the other protocol, is the same audio, to 1e-3 of full scale.
     assert np.abs(samples.astype(int) - read_wav(recording)[0]).max() <= 33
 
 
