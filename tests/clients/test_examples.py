@@ -10,7 +10,7 @@ import urllib.request
 import numpy as np
 import pytest
 import soundfile
-from triton_server import ROOT, free_ports
+from triton_server import ROOT, TritonServer, free_ports
 from wav import read_wav
 
 TEXT = "rachel wants five pretty flowers"
@@ -126,6 +126,31 @@ def test_ctrl_c_cancels_the_request(example, server, tmp_path):
         process.kill()
     assert (process.returncode, out, error) == (1, "", "cancelled\n")
     wait_for_streams(server, 0)
+    assert not (tmp_path / "out.wav").exists()
+
+
+def test_a_server_that_stops_half_way(tmp_path):
+    with TritonServer(model=ROOT / "models" / "small") as own:
+        ports = {"speak.py": own.grpc_port, "speak_http.py": own.http_port}
+        processes = [
+            subprocess.Popen(
+                command(example, f"{TEXT} and " * 20, "--output", str(tmp_path / "out.wav"), port=port),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for example, port in ports.items()
+        ]
+        try:
+            wait_for_streams(own, 2)
+            own.stop()
+            for process in processes:
+                out, error = process.communicate(timeout=5)
+                assert (process.returncode, out, error.count("\n")) == (1, "", 1)
+                assert error.startswith("error: ")
+        finally:
+            for process in processes:
+                process.kill()
     assert not (tmp_path / "out.wav").exists()
 
 
