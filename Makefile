@@ -27,8 +27,8 @@ help:
 	@echo "make demo      one sentence through a real server into demo.wav and demo.png"
 	@echo "               MODEL=openbmb/VoxCPM2 or /dir, TEXT='...', REFERENCE=voice.wav, OUT=demo.wav"
 	@echo "make serve     the server in the foreground until Ctrl-C; MODEL, HTTP_PORT, GRPC_PORT, METRICS_PORT"
-	@echo "make test      every test that needs no GPU and is not slow; PYTEST='arguments of pytest'"
-	@echo "make test-all  the slow and the GPU tests too"
+	@echo "make test      every test that is not slow, without a GPU those that need none; PYTEST='arguments of pytest'"
+	@echo "make test-all  the slow tests too"
 	@echo "make lint      ruff"
 	@echo "make setup     only sets up .venv; PYTHON=python3.12, TORCH_INDEX=index of PyTorch's CPU builds"
 	@echo "make clean     removes .venv and what builds and tests leave"
@@ -46,7 +46,7 @@ serve: setup
 	@exec docker/entrypoint.sh
 
 test: setup-test
-	$(python) -m pytest -m "not slow and not gpu" $(PYTEST)
+	$(python) -m pytest -m "not slow" $(PYTEST)
 
 test-all: setup-test
 	$(python) -m pytest $(PYTEST)

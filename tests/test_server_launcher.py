@@ -1,9 +1,12 @@
 """docker/entrypoint.sh and tools/triton_server.py: a real tritonserver with a model that needs no engine."""
 
+import contextlib
 import os
+import pty
 import queue
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import psutil
 import pytest
 import stand_in_model
 import tritonclient.grpc as grpcclient
-from triton_server import ServerError, TritonServer, free_ports
+from triton_server import ROOT, ServerError, TritonServer, free_ports
 
 STOP_S = 5.0
 
@@ -105,6 +108,40 @@ def test_a_stop_with_a_running_stream_ends_everything_within_5_s(repository, how
     assert time.monotonic() - began < STOP_S
     assert "UNAVAILABLE" in str(stream.error())
     server.log_path.unlink()
+
+
+def test_make_serve_in_a_terminal_ends_with_ctrl_c(repository):
+    ports = dict(zip(("HTTP_PORT", "GRPC_PORT", "METRICS_PORT"), map(str, free_ports(3)), strict=True))
+    make, terminal = pty.fork()
+    if make == 0:
+        os.environ["MODEL_REPOSITORY"] = str(repository)
+        os.execvp("make", ["make", "-C", str(ROOT), "serve", *(f"{name}={port}" for name, port in ports.items())])
+    seen = []
+
+    def read_terminal() -> None:
+        with contextlib.suppress(OSError):  # the terminal is gone when the last process that has it is
+            while data := os.read(terminal, 65536):
+                seen.append(data)
+
+    reader = threading.Thread(target=read_terminal, daemon=True)
+    reader.start()
+    client = grpcclient.InferenceServerClient(f"127.0.0.1:{ports['GRPC_PORT']}")
+    deadline = time.monotonic() + 30
+    ready = False
+    while not ready and time.monotonic() < deadline:
+        time.sleep(0.2)
+        with contextlib.suppress(grpcclient.InferenceServerException):
+            ready = client.is_model_ready("counter")
+    assert ready, b"".join(seen).decode()
+    processes = psutil.Process(make).children(recursive=True)
+    assert "tritonserver" in [p.name() for p in processes]
+    began = time.monotonic()
+    os.write(terminal, b"\x03")
+    os.waitpid(make, 0)
+    reader.join(STOP_S)
+    assert time.monotonic() - began < STOP_S
+    assert [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    assert "entrypoint: stopping" in b"".join(seen).decode()
 
 
 @pytest.mark.parametrize("killed", ["entrypoint", "tritonserver"])

@@ -46,6 +46,8 @@ class CancelWatcher:
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._watched or self._stopped)
+                if self._stopped:
+                    return
                 streams = list(self._watched.items())
             begun = time.monotonic()
             for number, (stream, on_cancelled) in enumerate(streams, start=1):

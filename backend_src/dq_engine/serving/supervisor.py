@@ -28,7 +28,7 @@ from dq_engine.serving.messages import (
     Submit,
     decode_from_worker,
 )
-from dq_engine.serving.worker_process import OnMessage, WorkerProcess
+from dq_engine.serving.worker_process import OnMessage, WorkerProcess, answer
 
 logger = logging.getLogger(__name__)
 
@@ -135,13 +135,25 @@ class Supervisor:
         worker.submit(Submit(id, request, output_format, sample_rate, stream), on_message)
         return RoutedStream(id, worker)
 
+    def begin_stop(self) -> None:
+        """Take no more requests and end the workers, within STOP_S seconds; streams that run end with UNAVAILABLE."""
+        if self._stop_at is None:
+            self._stop_at = time.monotonic() + STOP_S
+            os.eventfd_write(self._wake, 1)
+
     def stop(self) -> None:
-        """End the workers, at the latest after STOP_S seconds; streams that run end with UNAVAILABLE."""
-        self._stop_at = time.monotonic() + STOP_S
-        os.eventfd_write(self._wake, 1)
+        """`begin_stop`, and wait for it to be done."""
+        self.begin_stop()
         self._thread.join()
         os.close(self._wake)
         self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def kill(self) -> None:
+        """End the workers at once, without a word to anyone: for a process that is about to exit."""
+        for slot in self._slots:
+            if (worker := slot.worker) is not None:
+                worker.process.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # --- on the supervisor's thread ---
@@ -155,6 +167,8 @@ class Supervisor:
                     told = True
                     for worker in workers:
                         worker.shut_down()
+                        if not worker.ready:  # it would hear of it only when its engine has started
+                            worker.process.kill()
                 if not workers or time.monotonic() >= self._stop_at:
                     break
             self._turn()
@@ -240,7 +254,7 @@ class Supervisor:
         if stopping:
             code, reason = "UNAVAILABLE", "the server is shutting down"
         for id, on_message in unanswered.items():
-            on_message(Failed(id, code, reason))
+            answer(on_message, Failed(id, code, reason))
         worker.dispose()
         self._on_heartbeat(slot.index, None)
         if stopping:

@@ -61,7 +61,12 @@ class Worker:
         """Streams that ended before `submit` returned their `Stream`."""
 
     def run(self, inbox: zmq.Socket) -> int:
-        """Handle messages; the exit status of the process: 0 after a shutdown, 1 when the engine broke."""
+        """Handle messages; the exit status of the process: 0 after a shutdown or SIGTERM, 1 when the engine broke."""
+        poller = zmq.Poller()
+        terminated = os.eventfd(0, os.EFD_CLOEXEC)
+        signal.signal(signal.SIGTERM, lambda *_: os.eventfd_write(terminated, 1))
+        poller.register(terminated, zmq.POLLIN)
+        poller.register(inbox, zmq.POLLIN)
         next_heartbeat = time.monotonic()
         while True:
             if (now := time.monotonic()) >= next_heartbeat:
@@ -71,7 +76,10 @@ class Worker:
                 if snapshot.get("closed"):
                     logger.error("the engine serves no more: %s", snapshot["closed"])
                     return 1
-            if not inbox.poll(max(0.0, 1e3 * (next_heartbeat - now))):
+            events = dict(poller.poll(max(0.0, 1e3 * (next_heartbeat - now))))
+            if terminated in events:
+                return 0
+            if inbox not in events:
                 continue
             message = decode_to_worker(inbox.recv())
             if isinstance(message, Submit):

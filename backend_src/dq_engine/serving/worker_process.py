@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import logging
 import os
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from dq_engine.config import EngineConfig
 from dq_engine.errors import RequestError
 from dq_engine.serving.messages import Cancel, Shutdown, StreamMessage, Submit, ToWorker, encode
 
+logger = logging.getLogger(__name__)
+
 MAX_STREAMS = 8192
 """Requests at one worker, its queue included; the engine's own limits are usually lower."""
 SEND_TIMEOUT_MS = 1000
@@ -22,6 +25,14 @@ SEND_QUEUE_MESSAGES = 256
 
 OnMessage = Callable[[StreamMessage], None]
 _generation = itertools.count()
+
+
+def answer(on_message: OnMessage, message: StreamMessage) -> None:
+    """Hand a stream a message; what its callback raises must not reach the other streams."""
+    try:
+        on_message(message)
+    except Exception:
+        logger.exception("a stream's callback failed on %s", type(message).__name__)
 
 
 class WorkerProcess:
@@ -102,7 +113,7 @@ class WorkerProcess:
             streams = self._streams or {}
             on_message = streams.pop(message.id, None) if last else streams.get(message.id)
         if on_message is not None:
-            on_message(message)
+            answer(on_message, message)
 
     def close(self) -> dict[int, OnMessage]:
         """Forget a process that has ended (or end it); the streams that nobody has answered, each once."""

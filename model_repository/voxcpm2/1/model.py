@@ -13,6 +13,7 @@ from dq_engine.config import EngineConfig
 from dq_engine.errors import RequestError
 from dq_engine.serving.cancel_watcher import CancelWatcher
 from dq_engine.serving.messages import Failed, Finished, StreamMessage
+from dq_engine.serving.parent_watch import end_with_parent
 from dq_engine.serving.request_parser import parse_request
 from dq_engine.serving.supervisor import Supervisor, WorkerStartError
 
@@ -29,9 +30,11 @@ class TritonPythonModel:
         if settings.get("model", "").startswith("."):
             settings["model"] = str((Path(args["model_repository"]) / settings["model"]).resolve())
         config = EngineConfig.from_parameters(settings)
+        self._name = args["model_name"]
         self._metrics = Metrics(args["model_name"], args["model_version"], workers=1)
         self._watcher = CancelWatcher()
-        self._supervisor = Supervisor([config], self._metrics.heartbeat)
+        self._supervisor = Supervisor([config], self._heartbeat)
+        end_with_parent(self._supervisor.kill)
         try:
             self._supervisor.start()
         except WorkerStartError as error:
@@ -55,6 +58,21 @@ class TritonPythonModel:
             else:
                 stream.worker = routed.worker
                 self._watcher.watch(stream, routed.cancel)
+
+    def _heartbeat(self, worker: int, snapshot: dict | None) -> None:
+        """Once a second, on the supervisor's thread."""
+        self._metrics.update(worker, snapshot)
+        # Triton waits for running streams before it unloads a model or stops, calls nothing meanwhile, and when its
+        # exit timeout is over it crashes (seen with 2.51). So they are ended as soon as the model is on its way out.
+        if snapshot is not None and snapshot["active"] + snapshot["queued"] and not self._is_served():
+            self._supervisor.begin_stop()
+
+    def _is_served(self) -> bool:
+        """False while the model is unloaded and while the server stops."""
+        try:
+            return pb_utils.is_model_ready(self._name)
+        except pb_utils.TritonModelException:
+            return False
 
     def finalize(self) -> None:
         self._supervisor.stop()
@@ -129,7 +147,7 @@ class Metrics:
         self._queued = [queued.Metric(labels=label) for label in labels]
         self._ttfb = [ttfb.Metric(labels=label, buckets=TTFB_BUCKETS_S) for label in labels]
 
-    def heartbeat(self, worker: int, snapshot: dict | None) -> None:
+    def update(self, worker: int, snapshot: dict | None) -> None:
         self._active[worker].set(snapshot["active"] if snapshot else 0)
         self._queued[worker].set(snapshot["queued"] if snapshot else 0)
 
