@@ -67,7 +67,13 @@ with _standing_in(_GPU_ONLY):
         Snake1d,
     )
     from nanovllm_voxcpm.models.voxcpm2.config import AudioVAEV2Config, VoxCPM2Config
-    from nanovllm_voxcpm.models.voxcpm2.model import Cpm4Attention, Cpm4MLP, VoxCPM2LocDiT, VoxCPM2Model
+    from nanovllm_voxcpm.models.voxcpm2.model import (
+        Cpm4Attention,
+        Cpm4DecoderLayer,
+        Cpm4Model,
+        VoxCPM2LocDiT,
+        VoxCPM2Model,
+    )
     from nanovllm_voxcpm.models.voxcpm2.utils import mask_multichar_chinese_tokens
 
 __all__ = [
@@ -76,28 +82,19 @@ __all__ = [
     "CausalConv1d",
     "CausalDecoderBlock",
     "CausalTransposeConv1d",
+    "Cpm4Attention",
+    "Cpm4DecoderLayer",
+    "Cpm4Model",
     "NoiseBlock",
     "Snake1d",
     "VoxCPM2Config",
     "VoxCPM2LocDiT",
     "VoxCPM2Model",
-    "attention_layers",
     "causal_padding",
     "copy_weight",
     "mask_multichar_chinese_tokens",
-    "mlp_layers",
     "transposed_trim",
 ]
-
-
-def attention_layers(model: nn.Module) -> Iterator[Cpm4Attention]:
-    """Every attention layer below `model`, in order of execution within its transformer."""
-    return (m for m in model.modules() if isinstance(m, Cpm4Attention))
-
-
-def mlp_layers(model: nn.Module) -> Iterator[Cpm4MLP]:
-    """Every feed-forward layer below `model`."""
-    return (m for m in model.modules() if isinstance(m, Cpm4MLP))
 
 
 def causal_padding(conv: CausalConv1d) -> int:

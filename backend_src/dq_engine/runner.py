@@ -8,12 +8,10 @@ import numpy as np
 import torch
 
 from dq_engine.attention.base import PagedMetadata
-from dq_engine.attention.layers import ModelAttention
 from dq_engine.graphs import BatchGraphs, batch_buckets
-from dq_engine.model.backbone import Backbone, SiluAndMul, TokenBatch
+from dq_engine.model.backbone import Backbone, TokenBatch
 from dq_engine.model.checkpoint import Checkpoint
 from dq_engine.model.diffusion import Diffusion
-from dq_engine.nano import mlp_layers
 from dq_engine.noise import patch_noise
 from dq_engine.scheduler import Prefill, Step
 from dq_engine.sequence import Sequence
@@ -50,7 +48,7 @@ class Runner:
     """Runs steps of one model.
 
     Args:
-        checkpoint: the loaded model; its attention and activations are replaced.
+        checkpoint: the loaded model.
         attention: the `attention` setting.
         inference_timesteps: Euler steps of a patch.
         max_num_seqs: slots.
@@ -61,10 +59,8 @@ class Runner:
         self, checkpoint: Checkpoint, attention: str, inference_timesteps: int, max_num_seqs: int, max_model_len: int
     ) -> None:
         model = checkpoint.model
-        for module in mlp_layers(model):
-            module.act_fn = SiluAndMul()
-        self.attention = ModelAttention(model, attention)
-        self.backbone = Backbone(model)
+        self.backbone = Backbone(model, attention)
+        self.attention = self.backbone.attention
         self.diffusion = Diffusion(model.feat_decoder.estimator, inference_timesteps, checkpoint.mean_mode)
         weight = model.lm_to_dit_proj.weight
         self.device, self.dtype = weight.device, weight.dtype

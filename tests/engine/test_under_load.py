@@ -14,7 +14,7 @@ from dq_engine.engine import DqCoreEngine, EngineConfig, Request
 # Two dimensions of quantization: where rounding is a matter of the last bits, nothing can be equal to 1e-4.
 SHAPE = Shape("under-load", seed=11, fsq_dim=2, stop_offset=7.0)
 REQUESTS = 32
-WORDS = "peter sees nine small old dark toys and sofas with large red rings".split()
+WORDS = ["peter", "sees", "nine", "small", "old", "dark", "toys", "and", "sofas", "with", "large", "red", "rings"]
 
 
 def make_request(index: int) -> Request:

@@ -80,14 +80,6 @@ def test_later_chunks_of_prompts(backends):
     assert (flash - sdpa).abs().max() < TOLERANCE
 
 
-def test_local(backends):
-    torch.manual_seed(0)
-    q = torch.randn(6, 11, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.randn(6, 11, KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    flash, sdpa = (backend.local(q, k, v, SCALE).float() for backend in backends)
-    assert (flash - sdpa).abs().max() < TOLERANCE
-
-
 def test_falls_back_where_flash_attention_does_not_go():
     cuda = torch.device("cuda")
     assert not FlashBackend.takes(cuda, torch.float32, DIM)

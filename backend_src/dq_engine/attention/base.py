@@ -36,10 +36,6 @@ class AttentionBackend(ABC):
     """Tokens in one block of the KV cache."""
 
     @abstractmethod
-    def local(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attention among all tokens of each row, [B, T, heads, dim] each (k and v may have fewer heads)."""
-
-    @abstractmethod
     def paged(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: PagedMetadata, scale: float
     ) -> torch.Tensor:

@@ -11,7 +11,6 @@ class FlashBackend(AttentionBackend):
     def __init__(self) -> None:
         import flash_attn
 
-        self._local = flash_attn.flash_attn_func
         self._varlen = flash_attn.flash_attn_varlen_func
         self._kvcache = flash_attn.flash_attn_with_kvcache
 
@@ -26,15 +25,13 @@ class FlashBackend(AttentionBackend):
             return False
         # A build may hold a part of the kernels only: the one way to know is to call it.
         try:
-            q = torch.zeros(1, 1, 1, head_dim, device=device, dtype=dtype)
-            backend.local(q, q, q, 1.0)
+            x = torch.zeros(1, cls.block_size, 1, head_dim, device=device, dtype=dtype)
+            length, table = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([1], [[0]]))
+            backend._kvcache(x[:, :1], x, x, cache_seqlens=length, block_table=table, causal=True)
             torch.cuda.synchronize(device)
         except RuntimeError:
             return False
         return True
-
-    def local(self, q, k, v, scale):
-        return self._local(q, k, v, softmax_scale=scale)
 
     def paged(self, q, k_cache, v_cache, metadata, scale):
         if metadata.query_lens is None:

@@ -9,10 +9,6 @@ from dq_engine.attention.base import AttentionBackend, PagedMetadata
 class SdpaBackend(AttentionBackend):
     block_size = 16
 
-    def local(self, q, k, v, scale):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True).transpose(1, 2)
-
     def paged(self, q, k_cache, v_cache, metadata, scale):
         if metadata.query_lens is None:
             return self._decode(q, k_cache, v_cache, metadata, scale)

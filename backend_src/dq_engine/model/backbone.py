@@ -3,17 +3,10 @@
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
+from dq_engine.attention.paged import PagedAttention
+from dq_engine.model.transformer import LocalTransformer, PagedTransformer
 from dq_engine.nano import VoxCPM2Model
-
-
-class SiluAndMul(nn.Module):
-    """silu(gate) * up on a [..., 2 * width] tensor; replaces nano-vllm-voxcpm's, which insists on torch.compile."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return nn.functional.silu(gate) * up
 
 
 @dataclass
@@ -36,13 +29,30 @@ class TokenBatch:
 
 
 class Backbone:
-    """The two language models of VoxCPM2, on the modules of nano-vllm-voxcpm."""
+    """LocEnc and the two language models of VoxCPM2, on the modules of nano-vllm-voxcpm.
 
-    def __init__(self, model: VoxCPM2Model) -> None:
+    Args:
+        model: the weights.
+        attention: the `attention` setting.
+    """
+
+    def __init__(self, model: VoxCPM2Model, attention: str) -> None:
         self.model = model
+        lms = [model.base_lm, model.residual_lm]
+        self.attention = PagedAttention([layer.self_attn for lm in lms for layer in lm.layers], attention)
+        self.base_lm = PagedTransformer(lms[0], self.attention, 0)
+        self.residual_lm = PagedTransformer(lms[1], self.attention, len(lms[0].layers))
+        self.encoder = LocalTransformer(model.feat_encoder.encoder)
+
+    def encode(self, patches: torch.Tensor) -> torch.Tensor:
+        """LocEnc: [A, patch_size, feat_dim] to the language models' input, [A, hidden]."""
+        m = self.model.feat_encoder
+        special = m.special_token[0].expand(len(patches), -1, -1)
+        encoded = self.encoder.forward(torch.cat([special, m.in_proj(patches)], dim=1))
+        return self.model.enc_to_lm_proj(encoded[:, 0])
 
     def forward(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one pass; the attention layers' metadata must have been set.
+        """Run one pass; `attention.metadata` must have been set.
 
         Returns:
             mu: [R, 2 * dit_hidden], LocDiT's conditioning for the patch after each sampled token.
@@ -50,19 +60,20 @@ class Backbone:
         """
         m = self.model
         if batch.token_ids is None:
-            embeds = patch_embeds = m.enc_to_lm_proj(m.feat_encoder(batch.patches))
-            hidden = m.fsq_layer(m.base_lm(embeds, batch.positions))
+            embeds = patch_embeds = self.encode(batch.patches)
+            hidden = m.fsq_layer(self.base_lm.forward(embeds, batch.positions))
         else:
             embeds = m.base_lm.embed_tokens(batch.token_ids)
             patch_embeds = torch.zeros_like(embeds)
             if batch.patches.size(0):
-                encoded = m.enc_to_lm_proj(m.feat_encoder(batch.patches))
+                encoded = self.encode(batch.patches)
                 embeds = embeds.index_copy(0, batch.patch_rows, encoded)
                 patch_embeds = patch_embeds.index_copy(0, batch.patch_rows, encoded)
-            hidden = m.base_lm(embeds, batch.positions)
+            hidden = self.base_lm.forward(embeds, batch.positions)
             if batch.patches.size(0):
                 hidden = hidden.index_copy(0, batch.patch_rows, m.fsq_layer(hidden[batch.patch_rows]))
-        residual = m.residual_lm(m.fusion_concat_proj(torch.cat([hidden, patch_embeds], dim=-1)), batch.positions)
+        fused = m.fusion_concat_proj(torch.cat([hidden, patch_embeds], dim=-1))
+        residual = self.residual_lm.forward(fused, batch.positions)
         if batch.sample_rows is not None:
             hidden, residual = hidden[batch.sample_rows], residual[batch.sample_rows]
         mu = torch.cat([m.lm_to_dit_proj(hidden), m.res_to_dit_proj(residual)], dim=-1)

@@ -6,6 +6,7 @@ evaluations of a patch (the projections of the condition), or ever (the embeddin
 
 import torch
 
+from dq_engine.model.transformer import LocalTransformer
 from dq_engine.nano import VoxCPM2LocDiT
 
 
@@ -20,6 +21,7 @@ class Diffusion:
 
     def __init__(self, estimator: VoxCPM2LocDiT, timesteps: int, mean_mode: bool) -> None:
         self.estimator = estimator
+        self.decoder = LocalTransformer(estimator.decoder)
         weight = estimator.in_proj.weight
         self.steps = self._schedule(timesteps, mean_mode, weight.device, weight.dtype)
 
@@ -64,12 +66,11 @@ class Diffusion:
         mu = mu.view(rows, -1, e.in_proj.out_features)
         mu = torch.cat([mu, torch.zeros_like(mu)])
         condition = e.cond_proj(condition).repeat(2, 1, 1)
-        positions = torch.arange(mu.size(1) + 1 + 2 * patch_size, device=noise.device)
         guidance = cfg_value[:, None, None]
         x = noise
         for dt, time in self.steps:
             tokens = torch.cat([mu, time.expand(2 * rows, -1, -1), condition, e.in_proj(x).repeat(2, 1, 1)], dim=1)
-            hidden = e.decoder(tokens, positions)
+            hidden = self.decoder.forward(tokens)
             positive, negative = e.out_proj(hidden[:, -patch_size:]).chunk(2)
             negative = negative * _projection(positive, negative)
             x = x - dt * (negative + guidance * (positive - negative))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import conv1d, conv_transpose1d
 
 from dq_engine.errors import CheckpointError
+from dq_engine.kernels.snake import snake
 from dq_engine.nano import (
     AudioVAEV2,
     CausalConv1d,
@@ -25,13 +26,13 @@ from dq_engine.nano import (
 class Snake(nn.Module):
     """x + sin(alpha x)^2 / alpha, per channel."""
 
-    def __init__(self, snake: Snake1d) -> None:
+    def __init__(self, layer: Snake1d) -> None:
         super().__init__()
-        self.register_buffer("alpha", snake.alpha.detach())
-        self.register_buffer("inverse", (snake.alpha.detach() + 1e-9).reciprocal())
+        self.register_buffer("alpha", layer.alpha.detach())
+        self.register_buffer("inverse", (layer.alpha.detach() + 1e-9).reciprocal())
 
     def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        return torch.addcmul(x, self.inverse, torch.sin(self.alpha * x).square_())
+        return snake(x, self.alpha, self.inverse)
 
 
 class Affine(nn.Module):
