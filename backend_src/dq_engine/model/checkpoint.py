@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -171,9 +172,11 @@ def _load_vae(config: VoxCPM2Config, path: Path) -> AudioVAEV2:
     safe, pickled = path / "audiovae.safetensors", path / "audiovae.pth"
     try:
         if safe.is_file():
-            file, state = safe, load_file(safe)
+            file = safe
+            state = load_file(safe)
         elif pickled.is_file():
-            file, state = pickled, torch.load(pickled, map_location="cpu", weights_only=True)
+            file = pickled
+            state = torch.load(pickled, map_location="cpu", weights_only=True)
             state = state.get("state_dict", state)
         else:
             raise CheckpointError(
@@ -181,7 +184,12 @@ def _load_vae(config: VoxCPM2Config, path: Path) -> AudioVAEV2:
             )
     except CheckpointError:
         raise
-    except Exception as error:  # torch.load raises many kinds, an unpickling error for a forbidden object among them
+    except pickle.UnpicklingError:  # torch's message is advice on how to load it all the same
+        raise CheckpointError(
+            f"the AudioVAE in {path} cannot be loaded: {file.name} is damaged or holds more than tensors; "
+            "download it again"
+        ) from None
+    except Exception as error:  # torch.load and safetensors raise many kinds
         raise CheckpointError(f"the AudioVAE in {path} cannot be loaded ({error}); download it again") from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # nano-vllm-voxcpm uses the older form of weight norm
@@ -193,7 +201,8 @@ def _load_vae(config: VoxCPM2Config, path: Path) -> AudioVAEV2:
     try:
         result = vae.load_state_dict(state, strict=False)
     except RuntimeError as error:
-        raise CheckpointError(f"{file} and config.json do not belong together: {error}") from None
+        first = str(error).splitlines()[1].strip()
+        raise CheckpointError(f"{file} and config.json do not belong together: {first}") from None
     if result.missing_keys:
         raise CheckpointError(f"{file} lacks {len(result.missing_keys)} tensors, the first is {result.missing_keys[0]}")
     for module in vae.modules():
