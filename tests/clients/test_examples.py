@@ -112,6 +112,7 @@ def test_a_file_that_cannot_be_read_or_written(example, server, tmp_path):
 def test_ctrl_c_cancels_the_request(example, server, tmp_path):
     port = server.grpc_port if example == "speak.py" else server.http_port
     long_text = f"{TEXT} and " * 20
+    wait_for_streams(server, 0)  # the metrics may still speak of the test before
     process = subprocess.Popen(
         command(example, long_text, "--output", str(tmp_path / "out.wav"), port=port),
         stdout=subprocess.PIPE,
