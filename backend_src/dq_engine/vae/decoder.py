@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import conv1d, conv_transpose1d
 
 from dq_engine.errors import CheckpointError
+from dq_engine.kernels.causal_depthwise import causal_depthwise_snake
 from dq_engine.kernels.snake import snake
 from dq_engine.nano import (
     AudioVAEV2,
@@ -85,18 +86,28 @@ class StreamingTransposedConv(nn.Module):
         return out[..., self.context * self.stride :][..., : frames * self.stride]
 
 
-class Residual(nn.Module):
-    """x + block(x)."""
+class ResidualUnit(nn.Module):
+    """x + pointwise(snake(conv(snake(x)))).
 
-    def __init__(self, layers: list[nn.Module]) -> None:
+    Args:
+        first, second: the snakes.
+        conv: the convolution over time.
+        pointwise: the one over channels.
+    """
+
+    def __init__(self, first: Snake, conv: StreamingConv, second: Snake, pointwise: StreamingConv) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers)
+        self.first, self.conv, self.second, self.pointwise = first, conv, second, pointwise
+        self.fused = conv.groups == len(conv.weight) == conv.state.size(1) and conv.conv_bias is not None
 
     def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        y = x
-        for layer in self.layers:
-            y = layer(y, slots)
-        return x + y
+        y = self.first(x, slots)
+        if self.fused:
+            c, s = self.conv, self.second
+            y = causal_depthwise_snake(y, slots, c.state, c.weight, c.conv_bias, c.dilation, s.alpha, s.inverse)
+        else:
+            y = self.second(self.conv(y, slots), slots)
+        return x + self.pointwise(y, slots)
 
 
 class Tanh(nn.Module):
@@ -198,4 +209,4 @@ def _convert(layer: nn.Module, slots: int) -> list[nn.Module]:
             for child in (layer.block if isinstance(layer, CausalDecoderBlock) else layer)
             for new in _convert(child, slots)
         ]
-    return [Residual([new for child in layer.block for new in _convert(child, slots)])]
+    return [ResidualUnit(*(new for child in layer.block for new in _convert(child, slots)))]
