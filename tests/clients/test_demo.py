@@ -95,8 +95,17 @@ def test_a_model_of_the_hub(tmp_path):
         assert len(read_wav(tmp_path / "hub.wav")[0]) >= 48000
         # The second time nothing is fetched again.
         hub.requests.clear()
-        result = demo(OUT=tmp_path / "again.wav", **settings)
-        assert result.returncode == 0, result.stderr
+        code = "from dq_engine.config import resolve_checkpoint; print(resolve_checkpoint('someone/small-voxcpm2'))"
+        again = subprocess.run(
+            [sys.executable, "-c", code], env=environment(**settings), capture_output=True, text=True, timeout=60
+        )
+        assert sorted(path.name for path in Path(again.stdout.strip()).iterdir()) == [
+            "audiovae.pth",
+            "config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ]
         assert not [request for request in hub.requests if request.startswith("GET /someone")]
 
 
