@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from typing import NoReturn
 
 import zmq
 
@@ -123,7 +124,7 @@ class Worker:
             stream.cancel()
 
 
-def main() -> int:
+def main() -> NoReturn:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("inbox")
     parser.add_argument("outbox")
@@ -156,14 +157,16 @@ def main() -> int:
     socket.close()
     inbox.close()
     context.term()
-    return status
+    logging.shutdown()
+    # Tearing torch down takes a second, and there is nothing left to save.
+    os._exit(status)
 
 
 def _serve(config: EngineConfig, inbox: zmq.Socket, outbox: Outbox) -> int:
-    from dq_engine.engine import DqCoreEngine  # heavy: after the lifeline and the sockets stand
-
-    engine = DqCoreEngine(config)
     try:
+        from dq_engine.engine import DqCoreEngine  # heavy: after the lifeline and the sockets stand
+
+        engine = DqCoreEngine(config)
         engine.start(lambda stage, fraction: outbox.post(Progress(stage, fraction)))
     except (CheckpointError, ValueError) as error:
         outbox.post(StartFailed(str(error)))
@@ -185,4 +188,4 @@ def _end_with_supervisor() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
