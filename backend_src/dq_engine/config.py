@@ -25,7 +25,7 @@ class EngineConfig(BaseSettings):
     attention: Literal["auto", "sdpa"] = Field(
         default="auto", description="auto uses flash-attn where it takes the device, dtype and head size"
     )
-    threads: int = Field(default=0, ge=0, description="CPU threads of one operation; 0 leaves it to torch")
+    threads: int = Field(default=0, ge=0, description="CPU threads of one operation; 0 = half of the cores")
     inference_timesteps: int = Field(default=10, ge=1, le=100, description="Euler steps of the diffusion, per patch")
     max_num_seqs: int | None = Field(
         default=None, ge=1, le=4096, description="streams at once; 512 on a GPU, 16 on a CPU"

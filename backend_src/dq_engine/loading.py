@@ -1,5 +1,6 @@
 """From settings and a checkpoint's directory to the parts of an engine, sized for the device."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +51,9 @@ def load(config: EngineConfig, path: Path, progress: Callable[[str, float], None
     device = _device(config.device)
     on_gpu = device.type == "cuda"
     dtype = {"auto": torch.bfloat16 if on_gpu else torch.float32}.get(config.dtype) or getattr(torch, config.dtype)
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    if not on_gpu:
+        # Threads that wait for a core spin: the server and its clients need cores too.
+        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // 2))
     max_num_seqs = config.max_num_seqs or (512 if on_gpu else 16)
     if config.max_num_batched_tokens <= max_num_seqs:
         raise ValueError(
