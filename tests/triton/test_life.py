@@ -1,0 +1,115 @@
+"""The server's and the model's life: unload, load, a worker that dies, a stop half-way, tritonserver killed."""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import tritonclient.grpc as grpcclient
+from talk import LONG, TEXT, Talk, active_streams, speak, wait_until
+from triton_server import ROOT, TritonServer
+from tritonclient.utils import InferenceServerException
+
+
+@pytest.fixture
+def server():
+    with TritonServer(model=ROOT / "models" / "small", model_control=True) as server:
+        yield server
+
+
+def _processes(server: TritonServer) -> dict[str, psutil.Process]:
+    found = {}
+    for process in psutil.Process(server.pid).children(recursive=True):
+        line = ""
+        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie too
+            line = " ".join(process.cmdline())
+        for name, mark in [("worker", "serving.worker"), ("stub", "backend_stub"), ("server", "bin/tritonserver")]:
+            if mark in line:
+                found.setdefault(name, process)
+                break
+    return found
+
+
+def _ends(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def _serves(server: TritonServer) -> bool:
+    try:
+        return bool(speak(server, {"text": TEXT, "max_generate_length": 1}))
+    except InferenceServerException as error:
+        assert error.message().startswith("UNAVAILABLE: ")
+        return False
+
+
+def test_unload_and_load(server):
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        for _ in range(2):
+            worker = _processes(server)["worker"]
+            talks = [Talk(server, LONG) for _ in range(3)]
+            talks[0].next()
+            client.unload_model("voxcpm2")
+            begun = time.monotonic()
+            errors = [talk.error(5) for talk in talks]
+            assert all(error.startswith("UNAVAILABLE: ") for error in errors), errors
+            assert time.monotonic() - begun < 3
+            with Talk(server, {"text": TEXT}) as late:
+                assert "voxcpm2" in late.error()  # Triton's: no such model now
+            for talk in talks:
+                talk.close()
+            wait_until(lambda worker=worker: _ends(worker), 5, "the worker is gone")
+            assert not client.is_model_ready("voxcpm2")
+            wait_until(lambda: "stub" not in _processes(server), 5, "the stub is gone")
+            client.load_model("voxcpm2")
+            assert client.is_model_ready("voxcpm2")
+            assert speak(server, {"text": TEXT})[-1].as_numpy("finish_reason").tolist() == [b"stop"]
+        wait_until(lambda: active_streams(server) == 0, 3, "the gauge is back")
+
+
+def test_a_killed_worker(server):
+    talks = [Talk(server, LONG) for _ in range(4)]
+    talks[0].next()
+    begun = time.monotonic()
+    os.kill(_processes(server)["worker"].pid, signal.SIGKILL)
+    for talk in talks:
+        assert talk.error() == "INTERNAL: the engine worker 0 died; its streams are lost"
+    assert time.monotonic() - begun < 1
+    with Talk(server, {"text": TEXT}) as talk:
+        assert talk.error() == "UNAVAILABLE: no engine worker is ready; a restart is under way"
+    for talk in talks:
+        talk.close()
+    wait_until(lambda: _serves(server), 60, "a new worker")
+    assert speak(server, {"text": TEXT})[-1].as_numpy("finish_reason").tolist() == [b"stop"]
+
+
+def test_a_stop_half_way(server):
+    processes = _processes(server)
+    assert processes.keys() == {"server", "stub", "worker"}
+    talks = [Talk(server, LONG) for _ in range(4)]
+    talks[0].next()
+    begun = time.monotonic()
+    server.stop()
+    assert time.monotonic() - begun < 5.5
+    for talk in talks:
+        error = talk.error(1)
+        assert "UNAVAILABLE" in error or "closed" in error.lower(), error
+        talk.close()
+    assert all(_ends(process) for process in processes.values())
+    assert list(Path("/dev/shm").glob(f"voxcpm2_{server.pid}_*")) == []
+
+
+def test_a_killed_tritonserver_leaves_nothing(server):
+    processes = _processes(server)
+    talks = [Talk(server, LONG) for _ in range(4)]
+    talks[0].next()
+    processes["server"].kill()
+    for talk in talks:
+        talk.error(5)
+        talk.close()
+    for name, process in processes.items():
+        wait_until(lambda process=process: _ends(process), 3, f"the {name} is gone")
