@@ -76,7 +76,7 @@ def test_causal_depthwise_snake(length, dilation, dtype):
     """Two chunks in a row, so that the state that the first leaves counts too; other slots keep theirs."""
     channels, padding = 24, 6 * dilation
     state = randn(9, channels, padding, dtype=dtype)
-    exact_state = state.float()
+    exact_state = state.float().clone()
     slots = torch.tensor([7, 2, 5], device="cuda")
     weight, bias = randn(channels, 1, 7, dtype=dtype) / 3, randn(channels, dtype=dtype)
     alpha = torch.rand(1, channels, 1, device="cuda", dtype=dtype) + 0.5
