@@ -19,7 +19,15 @@ OUT ?=
 # Of the tests: PYTEST='tests/triton -k cancel' runs some of them
 PYTEST ?=
 
-export MODEL HTTP_PORT GRPC_PORT METRICS_PORT PYTHON TORCH_INDEX TEXT REFERENCE OUT
+export PYTHON TORCH_INDEX
+# The tests choose their own.
+demo serve: export MODEL := $(MODEL)
+serve: export HTTP_PORT := $(HTTP_PORT)
+serve: export GRPC_PORT := $(GRPC_PORT)
+serve: export METRICS_PORT := $(METRICS_PORT)
+demo: export TEXT := $(TEXT)
+demo: export REFERENCE := $(REFERENCE)
+demo: export OUT := $(OUT)
 
 python := .venv/bin/python
 
