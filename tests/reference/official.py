@@ -6,6 +6,7 @@ import importlib.util
 import io
 import sys
 import types
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,10 @@ from dq_engine.noise import patch_noise
 
 @contextlib.contextmanager
 def quiet():
-    """The package reports on both outputs as it goes along."""
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+    """The package reports on both outputs as it goes along, and uses what torch has deprecated since."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         yield
 
 
