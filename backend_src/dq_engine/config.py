@@ -52,6 +52,10 @@ class EngineConfig(BaseSettings):
         default=None, gt=0, description="longest wait for a slot, in seconds; 10 on a GPU, 120 on a CPU"
     )
 
+    step_timeout_s: float | None = Field(
+        default=None, gt=0, description="a step that takes longer hangs: its worker is replaced; 30 on a GPU, 600 on a CPU"
+    )
+
     @classmethod
     def settings_customise_sources(cls, settings_cls, init_settings, env_settings, **_):
         return env_settings, init_settings

@@ -131,6 +131,7 @@ class DqCoreEngine:
             "kv_blocks_cached": scheduler.pool.num_cached,
             "max_model_len": self._limits.max_model_len,
             "closed": closed and str(closed),
+            "stalled": self._loop.turn_seconds > self._limits.step_timeout_s,
             **self._loop.counters,
         }
 

@@ -28,6 +28,7 @@ class Limits:
     num_kv_blocks: int
     kv_tokens: int
     queue_timeout_s: float
+    step_timeout_s: float
 
 
 @dataclass
@@ -72,6 +73,7 @@ def load(config: EngineConfig, path: Path, progress: Callable[[str, float], None
         num_kv_blocks=num_blocks,
         kv_tokens=num_blocks * runner.block_size,
         queue_timeout_s=config.queue_timeout_s or (10.0 if on_gpu else 120.0),
+        step_timeout_s=config.step_timeout_s or (30.0 if on_gpu else 600.0),
     )
     vae = VaeStage(decoder, device)
     if on_gpu and not config.enforce_eager:

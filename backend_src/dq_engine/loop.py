@@ -61,8 +61,15 @@ class EngineLoop:
         self._run_ahead = 0 if runner.device.type == "cpu" else 1
         self._in_flight: deque[tuple[Step, StepOutput, DecodedStep]] = deque()
         self._last_step_end = 0.0
+        self._turn_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="dq-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def turn_seconds(self) -> float:
+        """How long the loop has been at the step it is working on; 0 while it waits for work."""
+        began = self._turn_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def add(self, sequence: Sequence) -> RequestError | None:
         """Queue a sequence; the reason if the loop takes none any more."""
@@ -89,11 +96,13 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._take_arrivals():
+                self._turn_began = time.monotonic()
                 step = self._schedule()
                 if step is not None:
                     self._launch(step)
                 while len(self._in_flight) > (self._run_ahead if step is not None else 0):
                     self._collect(*self._in_flight.popleft())
+                self._turn_began = None
         except Exception as error:
             logger.exception("the engine failed")
             with self._wake:

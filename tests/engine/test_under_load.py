@@ -147,3 +147,21 @@ def test_only_the_stream_at_fault_fails(path, fault, monkeypatch):
         for ours, theirs in zip(good, expected, strict=True):
             assert_close(ours.latents, theirs.latents, 1e-4, 4, "latents")
         assert engine.snapshot()["closed"] is None
+
+
+def test_a_step_that_hangs_is_noticed(path, monkeypatch):
+    config = EngineConfig(model=str(path), threads=1, max_num_seqs=1, step_timeout_s=0.2)
+    release = threading.Event()
+    with DqCoreEngine(config) as engine:
+        runner = engine._loop._runner
+        run = runner.run
+        monkeypatch.setattr(runner, "run", lambda step: (release.wait(10), run(step))[1])
+        assert not engine.snapshot()["stalled"]
+        stream = engine.submit(Request(text="a", max_generate_length=4))
+        deadline = time.monotonic() + 5
+        while not engine.snapshot()["stalled"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        release.set()
+        assert hear(stream).finish_reason == "length"
+        assert not engine.snapshot()["stalled"]

@@ -77,6 +77,9 @@ class Worker:
                 if snapshot.get("closed"):
                     logger.error("the engine serves no more: %s", snapshot["closed"])
                     return 1
+                if snapshot.get("stalled"):
+                    logger.critical("a step hangs (step_timeout_s); the worker ends")
+                    os._exit(1)  # the engine's thread cannot be stopped any more
             events = dict(poller.poll(max(0.0, 1e3 * (next_heartbeat - now))))
             if terminated in events:
                 return 0
