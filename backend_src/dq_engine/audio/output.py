@@ -1,15 +1,22 @@
 """The model's samples to what the client asked for: rate and format, with state from chunk to chunk."""
 
 import base64
+import io
 import struct
 
 import numpy as np
+import soundfile
 import soxr
 
+from dq_engine.audio.file_encoder import MP3_RATES, OPUS_RATES, FileEncoder
 from dq_engine.errors import invalid
 
-FORMATS = ("f32", "pcm16", "pcm16_base64", "wav", "wav_base64")
+FORMATS = ("f32", "pcm16", "mulaw", "alaw", "wav", "flac", "mp3", "opus")
+"""All but f32 also with `_base64` behind the name."""
 MIN_RATE, MAX_RATE = 8_000, 48_000
+_OWN_RATES = {"mp3": MP3_RATES, "opus": OPUS_RATES}
+# What an error repeats of a client's text.
+_QUOTED_CHARACTERS = 40
 _NOTHING = np.zeros(0, np.float32)
 
 
@@ -17,7 +24,8 @@ class OutputEncoder:
     """Encodes one stream; the chunks joined are one valid file.
 
     Args:
-        output_format: one of FORMATS. With `_base64` each chunk is encoded by itself: decode, then join.
+        output_format: one of FORMATS, perhaps with `_base64`: then each chunk is encoded by itself, to be decoded
+            before the chunks are joined.
         model_rate: rate of the samples that come in, in Hz.
         sample_rate: rate wanted, in Hz.
 
@@ -26,19 +34,31 @@ class OutputEncoder:
     """
 
     def __init__(self, output_format: str, model_rate: int, sample_rate: int) -> None:
-        if output_format not in FORMATS:
-            raise invalid("output_format", f'must be one of {", ".join(FORMATS)}, got "{output_format}"')
+        self._format = output_format.removesuffix("_base64")
+        self._as_base64 = self._format != output_format
+        if self._format not in FORMATS or output_format == "f32_base64":
+            names = ", ".join(FORMATS)
+            raise invalid(
+                "output_format",
+                f"must be one of {names}, all but f32 also with _base64 behind it, "
+                f'got "{output_format[:_QUOTED_CHARACTERS]}"',
+            )
+        rates = _OWN_RATES.get(self._format)
+        if rates is not None and sample_rate not in rates:
+            listed = ", ".join(map(str, rates))
+            raise invalid("sample_rate", f"must be one of {listed} Hz for {self._format}, got {sample_rate}")
         if not MIN_RATE <= sample_rate <= MAX_RATE:
             raise invalid("sample_rate", f"must be between {MIN_RATE} and {MAX_RATE} Hz, got {sample_rate}")
-        name, _, base = output_format.partition("_")
-        self._as_float, self._as_base64 = name == "f32", bool(base)
-        self._header = wav_header(sample_rate) if name == "wav" else b""
+        self._rate = sample_rate
+        self._header = wav_header(sample_rate) if self._format == "wav" else b""
+        self._file: FileEncoder | None = None
+        """Made with the first chunk: only then is it known whether that is also the last."""
         self._resampler = None
         if sample_rate != model_rate:
             self._resampler = soxr.ResampleStream(model_rate, sample_rate, 1, dtype="float32", quality="HQ")
 
     def encode(self, samples: np.ndarray) -> bytes:
-        """Encode the next samples, float32 [n]; what a resampler still holds back comes with a later chunk."""
+        """Encode the next samples, float32 [n]; what a resampler or a codec holds back comes with a later chunk."""
         return self._bytes(samples, last=False)
 
     def finish(self, samples: np.ndarray = _NOTHING) -> bytes:
@@ -48,16 +68,39 @@ class OutputEncoder:
     def _bytes(self, samples: np.ndarray, last: bool) -> bytes:
         if self._resampler is not None:
             samples = self._resampler.resample_chunk(samples, last=last)
-        if self._as_float:
-            return samples.tobytes()
-        data = self._header + pcm16(samples).tobytes()
-        self._header = b""
+        if self._format in ("flac", "mp3", "opus"):
+            data = self._of_file(samples, last)
+        elif self._format == "f32":
+            data = samples.tobytes()
+        elif self._format in ("mulaw", "alaw"):
+            data = g711(samples, self._format)
+        else:
+            data, self._header = self._header + pcm16(samples).tobytes(), b""
         return base64.b64encode(data) if self._as_base64 else data
+
+    def _of_file(self, samples: np.ndarray, last: bool) -> bytes:
+        if self._file is None:
+            self._file = FileEncoder(self._format, self._rate, whole=last)
+        samples = pcm16(samples) if self._format == "flac" else np.clip(samples, -1.0, 1.0)
+        return self._file.finish(samples) if last else self._file.encode(samples)
 
 
 def pcm16(samples: np.ndarray) -> np.ndarray:
     """float32 in [-1, 1] to little-endian int16, clipped beyond."""
     return np.clip(np.rint(samples * 32767.0), -32768, 32767).astype("<i2")
+
+
+def g711(samples: np.ndarray, law: str) -> bytes:
+    """float32 [n] in [-1, 1], clipped beyond, to ITU-T G.711: a byte a sample, by libsndfile's tables.
+
+    Args:
+        law: "mulaw" or "alaw".
+    """
+    data = io.BytesIO()
+    subtype = {"mulaw": "ULAW", "alaw": "ALAW"}[law]
+    # The rate is of no meaning without a header. libsndfile does not clip: it would read beyond its table.
+    soundfile.write(data, np.clip(samples, -1.0, 1.0), 8_000, format="RAW", subtype=subtype)
+    return data.getvalue()
 
 
 def wav_header(sample_rate: int) -> bytes:
