@@ -53,7 +53,7 @@ class EngineConfig(BaseSettings):
     )
 
     step_timeout_s: float | None = Field(
-        default=None, gt=0, description="a step that takes longer hangs: its worker is replaced; 30 on a GPU, 600 on a CPU"
+        default=None, gt=0, description="a longer step means a new worker; 30 on a GPU, 600 on a CPU"
     )
 
     @classmethod
