@@ -83,6 +83,22 @@ def test_the_same_seed_beside_others(open_case, requests):
     assert np.abs(different.latents[: SHAPE.patch_size] - alone.latents[: SHAPE.patch_size]).max() > 0.1
 
 
+def test_a_voice_is_reused_and_never_taken_for_another(open_case):
+    """References of one length, then other words of the same voice: what is in the cache must be that very voice's."""
+    case = open_case(SHAPE)
+    rng = np.random.default_rng(3)
+    a, b = (rng.standard_normal((50 * SHAPE.patch_size, SHAPE.feat_dim)).astype(np.float32) for _ in range(2))
+    b[: 35 * SHAPE.patch_size] = a[: 35 * SHAPE.patch_size]  # they part in the third block of 16 tokens
+    cached = []
+    for reference, text in [(a, "oh"), (b, "oh"), (a, "no"), (b, "so"), (a, "oh")]:
+        seed, theirs = case.official.speak_clearly(text, seeds=range(20), reference=reference, max_length=6)
+        request = Request(text=text, seed=seed, reference_latents=reference, max_generate_length=6, return_latents=True)
+        ours = hear(case.engine.submit(request))
+        assert_close(ours.latents, theirs.latents, 1e-4, SHAPE.patch_size, f"latents of {text!r}")
+        cached.append(ours.stats["cached_tokens"])
+    assert cached == [0, 32, 48, 48, 48]
+
+
 def test_a_drawn_seed_is_reported_and_gives_the_same_again(open_case):
     engine = open_case(SHAPE).engine
     first = hear(engine.submit(Request(text="oh", max_generate_length=6, return_latents=True)))
