@@ -87,6 +87,9 @@ class DqCoreEngine:
         except RequestError as error:
             self.stop()
             raise ValueError(f"the model does not run on this device: {error.message}") from error
+        pacer.forget()  # first steps are slow: kernels are compiled, memory is taken
+        for rows, seconds in parts.step_seconds.items():
+            pacer.costs.observe(rows, 0, seconds)
         progress("warm up", 1.0)
         return self
 

@@ -39,6 +39,8 @@ class BatchGraphs:
         self._inputs = [torch.zeros(largest, *e.shape[1:], dtype=e.dtype, device=e.device) for e in examples]
         self._inputs[0].fill_(scratch_slot)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]] = {}
+        self.seconds: dict[int, float] = {}
+        """How long the device takes for each bucket."""
         pool = None
         # The largest first: the smaller ones then find its memory in the pool.
         for count, bucket in enumerate(reversed(self.buckets), start=1):
@@ -53,6 +55,7 @@ class BatchGraphs:
                 outputs = function(*arguments)
             pool = graph.pool()
             self._graphs[bucket] = graph, outputs
+            self.seconds[bucket] = _time(graph)
             progress(count / len(self.buckets))
 
     @torch.inference_mode()
@@ -66,3 +69,14 @@ class BatchGraphs:
         graph, outputs = self._graphs[bucket]
         graph.replay()
         return tuple(output[:size].clone() for output in outputs)
+
+
+def _time(graph: torch.cuda.CUDAGraph) -> float:
+    """Seconds of one replay, the second of two."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3

@@ -40,6 +40,8 @@ class Parts:
     runner: Runner
     vae: VaeStage
     encoder: VaeEncoder
+    step_seconds: dict[int, float]
+    """How long a step without prompts takes, by its number of streams, where that could be measured already."""
 
 
 def load(config: EngineConfig, path: Path, progress: Callable[[str, float], None]) -> Parts:
@@ -76,12 +78,14 @@ def load(config: EngineConfig, path: Path, progress: Callable[[str, float], None
         step_timeout_s=config.step_timeout_s or (30.0 if on_gpu else 600.0),
     )
     vae = VaeStage(decoder, device)
+    step_seconds = {}
     if on_gpu and not config.enforce_eager:
         with torch.inference_mode():
-            runner.capture(progress)
-            vae.capture(runner.condition[:1], max_num_seqs, progress)
+            decode = runner.capture(progress)
+            vocode = vae.capture(runner.condition[:1], max_num_seqs, progress)
+        step_seconds = {rows: seconds + vocode[rows] for rows, seconds in decode.items()}
     encoder = VaeEncoder(checkpoint.vae, checkpoint.model.patch_size)
-    return Parts(checkpoint, limits, runner, vae, encoder)
+    return Parts(checkpoint, limits, runner, vae, encoder, step_seconds)
 
 
 def _device(setting: str) -> torch.device:

@@ -93,18 +93,12 @@ __all__ = [
     "causal_padding",
     "copy_weight",
     "mask_multichar_chinese_tokens",
-    "transposed_trim",
 ]
 
 
 def causal_padding(conv: CausalConv1d) -> int:
     """Samples of the past that a causal convolution sees before its first input."""
     return conv._CausalConv1d__padding * 2 - conv._CausalConv1d__output_padding
-
-
-def transposed_trim(conv: CausalTransposeConv1d) -> int:
-    """Samples that a causal transposed convolution cuts off its end."""
-    return conv._CausalTransposeConv1d__padding * 2 - conv._CausalTransposeConv1d__output_padding
 
 
 def copy_weight(model: VoxCPM2Model, name: str, value: torch.Tensor) -> str:

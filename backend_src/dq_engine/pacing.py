@@ -18,8 +18,8 @@ MIN_PREFILL_TOKENS = 16
 # Streams this many patches ahead let the others go first when a step of all would come too late for one.
 _AHEAD_PATCHES = 2
 _SMOOTHING = 0.3
-# A step with fewer prompt tokens than this says less about what one costs.
-_TELLING_TOKENS = 64
+# Prefills whose sizes differ by less than this share tell nothing of what one token costs.
+_TELLING_SPREAD = 0.2
 
 
 @dataclass
@@ -37,24 +37,46 @@ class Plan:
     postponed: set[Sequence]
 
 
+class PrefillCost:
+    """What prompt tokens add to a step: a fixed part and one for each token, by regression over the latest steps."""
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        keep = 1.0 - _SMOOTHING
+        self._weight = keep * self._weight + 1.0
+        self._x, self._y = keep * self._x + tokens, keep * self._y + seconds
+        self._xx, self._xy = keep * self._xx + tokens * tokens, keep * self._xy + tokens * seconds
+
+    def tokens_within(self, seconds: float) -> int | None:
+        """Tokens that take at most `seconds`; None while nothing is known."""
+        if not self._y:
+            return None
+        x, y = self._x / self._weight, self._y / self._weight
+        spread = self._xx / self._weight - x * x
+        token = (self._xy / self._weight - x * y) / spread if spread > (_TELLING_SPREAD * x) ** 2 else 0.0
+        # Steps that were all alike do not tell the two parts apart: then all of it counts as the tokens'.
+        token = token if 0.0 < token * x < y else y / x
+        return max(0, int((seconds - (y - token * x)) / token))
+
+
 class StepCosts:
     """Learns from the steps that have run how long one will take."""
 
     def __init__(self) -> None:
         self._decode: dict[int, float] = {}
-        self._token = 0.0
+        self._prefill = PrefillCost()
 
     def observe(self, rows: int, prefill_tokens: int, seconds: float) -> None:
         """A step with `rows` patches and `prefill_tokens` tokens of prompts took `seconds`."""
-        if not prefill_tokens:
-            before = self._decode.get(rows, seconds)
-            self._decode[rows] = before + _SMOOTHING * (seconds - before)
-        else:
+        if prefill_tokens:
             # Rows beyond what was seen count as the most that were: tokens rather seem too dear than too cheap.
             known = self.decode(min(rows, max(self._decode, default=0)))
-            token = max(0.0, seconds - known) / prefill_tokens
-            weight = _SMOOTHING * min(1.0, prefill_tokens / _TELLING_TOKENS) if self._token else 1.0
-            self._token += weight * (token - self._token)
+            self._prefill.observe(prefill_tokens, max(0.0, seconds - known))
+        else:
+            before = self._decode.get(rows, seconds)
+            self._decode[rows] = before + _SMOOTHING * (seconds - before)
 
     def decode(self, rows: int) -> float:
         """Seconds of a step that makes `rows` patches; 0 while nothing is known. More rows than ever: in proportion."""
@@ -70,8 +92,8 @@ class StepCosts:
         return self._decode[below] + share * (self._decode[above] - self._decode[below])
 
     def tokens_within(self, seconds: float) -> int | None:
-        """Prompt tokens that take at most `seconds`; None while their cost is not known."""
-        return int(max(0.0, seconds) / self._token) if self._token else None
+        """Prompt tokens that add at most `seconds` to a step; None while their cost is not known."""
+        return self._prefill.tokens_within(seconds)
 
 
 class Pacer:
@@ -87,6 +109,10 @@ class Pacer:
     def __init__(self, patch_seconds: float, max_num_seqs: int, max_prefill_tokens: int, protect: bool) -> None:
         self.patch_seconds, self.max_num_seqs, self.max_prefill_tokens = patch_seconds, max_num_seqs, max_prefill_tokens
         self.protect = protect
+        self.costs = StepCosts()
+
+    def forget(self) -> None:
+        """Forget what steps cost."""
         self.costs = StepCosts()
 
     def slack(self, stream: Sequence, now: float) -> float:

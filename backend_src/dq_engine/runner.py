@@ -89,8 +89,12 @@ class Runner:
         self.attention.allocate(num_blocks + 1)
         self.block_tables[self.scratch_slot] = num_blocks
 
-    def capture(self, progress: Callable[[str, float], None]) -> None:
-        """Capture the decode step, and LocDiT for the streams that come out of a prefill, as CUDA graphs."""
+    def capture(self, progress: Callable[[str, float], None]) -> dict[int, float]:
+        """Capture the decode step, and LocDiT for the streams that come out of a prefill, as CUDA graphs.
+
+        Returns:
+            Seconds of a decode step, by its number of streams.
+        """
         buckets = batch_buckets(self.scratch_slot)
         slots = torch.full((1,), self.scratch_slot, device=self.device)
         mu = torch.zeros(1, 2 * self.diffusion.estimator.in_proj.out_features, dtype=self.dtype, device=self.device)
@@ -104,6 +108,7 @@ class Runner:
             self.scratch_slot,
             lambda x: progress("LocDiT graphs", x),
         )
+        return self._decode_graphs.seconds
 
     @torch.inference_mode()
     def start(self, sequence: Sequence) -> None:

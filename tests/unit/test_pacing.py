@@ -22,6 +22,7 @@ class Device:
     fixed: float = 0.02
     row: float = 0.004
     token: float = 0.0005
+    prefill: float = 0.0
     now: float = 0.0
     dry: set[Sequence] = field(default_factory=set)
     waits: dict[Sequence, float] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class Device:
         self.scheduler.admit(plan.admissions)
         step = self.scheduler.schedule(plan.prefill_tokens, plan.postponed)
         tokens, rows = sum(p.length for p in step.prefills), len(step.sampled)
-        seconds = self.fixed + self.row * rows + self.token * tokens
+        seconds = self.fixed + self.row * rows + self.token * tokens + self.prefill * bool(tokens)
         self.now += seconds
         self.pacer.costs.observe(rows, tokens, seconds)
         for sequence in step.sampled:
@@ -64,9 +65,10 @@ class Device:
             self.step()
 
 
+@pytest.mark.parametrize("prefill", [0.0, 0.01])
 @pytest.mark.parametrize("prompt", [30, 300, 3000])
-def test_a_storm_does_not_run_sixteen_streams_dry(prompt):
-    device = Device()
+def test_a_storm_does_not_run_sixteen_streams_dry(prompt, prefill):
+    device = Device(prefill=prefill)
     running = device.add(16, 30, 200)
     device.run(20)
     storm = device.add(200, prompt, 50)
@@ -118,6 +120,13 @@ def test_costs_are_learned_from_what_was_measured():
     assert costs.decode(16) == pytest.approx(0.12), "beyond what was seen: in proportion"
     assert costs.decode(2) == pytest.approx(0.04), "below what was seen: no less"
     assert costs.tokens_within(0.1) == pytest.approx(200, abs=1) and costs.tokens_within(-1) == 0
+
+
+def test_the_fixed_part_of_a_prefill_is_told_from_its_tokens():
+    costs = StepCosts()
+    for tokens in [50, 400, 1000, 50, 200] * 4:
+        costs.observe(0, tokens, 0.02 + 1e-4 * tokens)
+    assert costs.tokens_within(0.12) == pytest.approx(1000, rel=0.05) and costs.tokens_within(0.02) == 0
 
 
 def test_a_device_that_cannot_keep_up_with_one_stream_takes_everyone():

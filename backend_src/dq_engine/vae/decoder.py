@@ -20,7 +20,6 @@ from dq_engine.nano import (
     NoiseBlock,
     Snake1d,
     causal_padding,
-    transposed_trim,
 )
 
 
@@ -72,7 +71,7 @@ class StreamingTransposedConv(nn.Module):
         super().__init__()
         self.register_buffer("weight", conv.weight.detach().clone())
         self.register_buffer("conv_bias", None if conv.bias is None else conv.bias.detach().clone())
-        self.stride, self.trim = conv.stride[0], transposed_trim(conv)
+        self.stride = conv.stride[0]
         self.context = (conv.kernel_size[0] - 1) // self.stride
         self.register_buffer("state", self.weight.new_zeros(slots, conv.in_channels, self.context))
 
