@@ -1,0 +1,131 @@
+#!/usr/bin/env python3
+"""Stock nano-vllm-voxcpm and dq_engine, one after the other on one GPU, with the same requests at the same times.
+
+    python3 benchmark/compare.py CHECKPOINT
+    python3 benchmark/compare.py CHECKPOINT --closed 1,64 --rates 20,40 --references 0,10 --out /tmp/compare
+
+Each engine is loaded in a process of its own (load.py), which ends before the next one starts. Into --out go
+compare.jsonl (every row as it is measured), compare.png and the engines' logs; the table comes last on the screen. An
+engine that fails, or takes longer than --engine-timeout, gets a row that says so, and the others still run.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from load import (
+    Characters,
+    Closed,
+    MaxNumSeqs,
+    Memory,
+    Patches,
+    Rates,
+    References,
+    Seconds,
+    Seed,
+    Streams,
+    Timeout,
+    counts,
+)
+from plots import plot
+from table import table
+
+LOAD = Path(__file__).resolve().with_name("load.py")
+ENGINES = {"nano": ["nano"], "engine": ["engine"], "engine-offline": ["engine", "--offline"]}
+
+
+def run_engine(name: str, model: str, options: list[str], out: Path, timeout_s: float) -> None:
+    """One engine's rows into compare.jsonl; a row "failed" if its process does not end well in time."""
+    engine, *flags = ENGINES[name]
+    if "--offline" in flags:
+        flags.append("--rates=")
+    rows, log = out / "compare.jsonl", out / f"{name}.log"
+    command = [sys.executable, str(LOAD), engine, model, *options, *flags, "--json", str(rows)]
+    with log.open("w") as stderr:
+        # A session of its own: its worker processes, which hold GPU memory, end with it.
+        process = subprocess.Popen(command, stderr=stderr, start_new_session=True)
+        try:
+            code = process.wait(timeout_s)
+            fault = f"exit code {code}" if code else None
+        except subprocess.TimeoutExpired:
+            fault = f"not done after {timeout_s:g} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if fault is not None:
+        words = [line.strip(" │") for line in log.read_text(errors="replace").splitlines()]
+        last_words = " | ".join([line for line in words if line and line[0] not in "╭╰"][-3:])
+        row = {"row": "failed", "engine": name, "error": f"{fault}: {last_words[-500:]}"}
+        with rows.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{name}: FAILED, {row['error']}", flush=True)
+
+
+def chosen_engines(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in ENGINES]:
+        raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(ENGINES)}")
+    return names
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="checkpoint directory; best one that never stops by itself")],
+    engines: Annotated[str, typer.Option(help="in this order; ratios are to the first")] = "nano,engine",
+    closed: Closed = "1,8,32,64,128,256",
+    rates: Rates = "5,10,20,30",
+    seconds: Seconds = 10,
+    characters: Characters = "14",
+    patches: Patches = "48",
+    references: References = "0",
+    streams: Streams = 8,
+    max_num_seqs: MaxNumSeqs = None,
+    memory: Memory = 0.6,
+    timeout: Timeout = 60,
+    engine_timeout: Annotated[float, typer.Option(min=1, help="seconds for one engine, its start included")] = 280,
+    seed: Seed = 0,
+    out: Annotated[Path, typer.Option(help="folder of the results; replaces earlier ones")] = Path("build/benchmark"),
+) -> None:
+    """Compare engines on one GPU in one run."""
+    began = time.monotonic()
+    names = chosen_engines(engines)
+    if "engine-offline" in names and not counts(closed):
+        raise typer.BadParameter("engine-offline is measured in closed loops: give --closed")
+    if max_num_seqs is None and (at_once := counts(closed)):
+        max_num_seqs = max(256, *at_once)
+    options = {
+        "rates": rates,
+        "seconds": seconds,
+        "characters": characters,
+        "patches": patches,
+        "references": references,
+        "streams": streams,
+        "memory": memory,
+        "timeout": timeout,
+        "seed": seed,
+        "closed": closed,
+        "max-num-seqs": max_num_seqs,
+    }
+    arguments = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    out.mkdir(parents=True, exist_ok=True)
+    rows_path = out / "compare.jsonl"
+    rows_path.write_text("")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engine's processes end with this one
+    for name in names:
+        run_engine(name, model, arguments, out, engine_timeout)
+    rows = [json.loads(line) for line in rows_path.read_text().splitlines()]
+    plot(rows, names, out / "compare.png")
+    print(f"\n{table(rows, names)}\n\n{out}/compare.jsonl, compare.png; {time.monotonic() - began:.0f} s in all")
+    if all(any(row["row"] == "failed" and row["engine"] == name for row in rows) for name in names):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

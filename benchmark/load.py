@@ -1,0 +1,261 @@
+#!/usr/bin/env python3
+"""Puts one engine under load and says what its callers notice. One line of JSON a row, appended to --json.
+
+    python3 benchmark/load.py engine models/small --closed 1,4 --rates 0.5 --seconds 10
+    python3 benchmark/load.py nano CHECKPOINT --closed 1,8,64 --rates 5,10
+    python3 benchmark/load.py triton localhost:8001 --closed 1,8,64
+
+Closed loop: N requests at once, and when all have ended again, until --streams have been measured. Open loop: Poisson
+arrivals for --seconds, sent when they are due whatever the engine does, and counted from then. Before each row a short
+iteration of as many streams at once is thrown away.
+"""
+
+import asyncio
+import contextlib
+import enum
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from drivers import Driver, Refused, Settings, make_driver
+from stream_metrics import StreamRecord, figures
+from workload import Job, Range, make_jobs, poisson_arrivals
+
+WARM_UP_PATCHES = 12
+READY_TIMEOUT_S, STOP_TIMEOUT_S = 300, 30
+
+
+class Engine(str, enum.Enum):
+    nano = "nano"
+    engine = "engine"
+    triton = "triton"
+
+
+def numbers(text: str) -> list[float]:
+    """The numbers of "1,8,32"."""
+    try:
+        values = [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 1,8,32") from None
+    if not all(math.isfinite(value) and value >= 0 for value in values):
+        raise typer.BadParameter(f"{text!r}: every number must be at least 0")
+    return list(dict.fromkeys(values))  # the same row a second time would come from the cache
+
+
+def counts(text: str) -> list[int]:
+    values = numbers(text)
+    if any(value != int(value) or value < 1 for value in values):
+        raise typer.BadParameter(f"{text!r}: whole numbers from 1 are needed")
+    return [int(value) for value in values]
+
+
+def span(text: str) -> Range:
+    try:
+        return Range.parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+Closed = Annotated[str, typer.Option(help="closed loop: streams at once, such as 1,8,64")]
+Rates = Annotated[str, typer.Option(help="open loop: requests a second, such as 5,10")]
+Seconds = Annotated[float, typer.Option(min=0.1, max=3600, help="of arrivals in an open loop")]
+Characters = Annotated[str, typer.Option(help="of a text: N or LOW:HIGH")]
+Patches = Annotated[str, typer.Option(help="of 160 ms, the most a stream makes: N or LOW:HIGH")]
+References = Annotated[str, typer.Option(help="seconds of each request's own reference; 0,10: all rows with both")]
+Streams = Annotated[int, typer.Option(min=1, help="fewest streams that a closed row measures")]
+MaxNumSeqs = Annotated[int | None, typer.Option(min=1, help="of the engine; its own default if not given")]
+Memory = Annotated[float, typer.Option(min=0.01, max=1, help="gpu_memory_utilization of the engine")]
+Timeout = Annotated[float, typer.Option(min=0.1, max=3600, help="seconds after which a stream is given up")]
+Seed = Annotated[int, typer.Option(help="of texts, references, lengths and arrivals")]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked of every engine alike."""
+
+    characters: Range
+    patches: Range
+    seconds: float
+    streams: int
+    timeout_s: float
+    seed: int
+
+
+async def measure(driver: Driver, job: Job, due: float, timeout_s: float) -> StreamRecord:
+    """One request, from now to its end or the timeout."""
+    record = StreamRecord(due, time.perf_counter())
+
+    async def listen() -> None:
+        async with contextlib.aclosing(driver.speak(job)) as chunks:
+            async for seconds in chunks:
+                if seconds > 0:
+                    record.arrivals.append((time.perf_counter(), seconds))
+
+    try:
+        await asyncio.wait_for(listen(), timeout_s)
+        if not record.arrivals:
+            record.failure, record.message = "error", "the stream ended without audio"
+    except Refused as error:
+        record.failure, record.message = "refused", str(error)
+    except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+        record.failure, record.message = "timeout", f"given up after {timeout_s:g} s"
+    except Exception as error:  # whatever an engine raises is counted, and told once a row
+        record.failure, record.message = "error", f"{type(error).__name__}: {error}"
+    return record
+
+
+async def at_once(driver: Driver, jobs: list[Job], timeout_s: float) -> tuple[list[StreamRecord], float]:
+    """All requests at the same time. Returns the records and the seconds to the end of the last."""
+    began = time.perf_counter()
+    records = await asyncio.gather(*(measure(driver, job, began, timeout_s) for job in jobs))
+    return records, time.perf_counter() - began
+
+
+async def as_they_come(
+    driver: Driver, jobs: list[Job], times: list[float], timeout_s: float
+) -> tuple[list[StreamRecord], float]:
+    """Each request at its time, in seconds from now. Returns as `at_once`."""
+    began, tasks = time.perf_counter(), []
+    for job, at in zip(jobs, times, strict=True):
+        await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
+        tasks.append(asyncio.create_task(measure(driver, job, began + at, timeout_s)))
+    records = await asyncio.gather(*tasks)
+    return records, time.perf_counter() - began
+
+
+async def measure_row(driver: Driver, plan: Plan, mode: str, load: float, reference_s: float) -> dict:
+    """A row of the table: `load` streams at once (mode "closed") or requests a second ("open")."""
+    seed = f"{plan.seed} {mode} {load} {reference_s}"  # so every engine gets the same requests, and no row another's
+
+    def jobs(count: int, what: str, patches: Range = plan.patches) -> list[Job]:
+        return make_jobs(count, plan.characters, patches, reference_s, f"{seed} {what}")
+
+    warm_up = Range(min(WARM_UP_PATCHES, plan.patches.low), min(WARM_UP_PATCHES, plan.patches.high))
+    await at_once(driver, jobs(math.ceil(load), "warm-up", warm_up), plan.timeout_s)
+    cached_before = driver.cached_tokens
+    if mode == "closed":
+        records, wall_s = [], 0.0
+        for iteration in range(math.ceil(plan.streams / load)):
+            more, seconds = await at_once(driver, jobs(int(load), str(iteration)), plan.timeout_s)
+            records += more
+            wall_s += seconds
+    else:
+        times = poisson_arrivals(load, plan.seconds, f"{seed} arrivals")
+        records, wall_s = await as_they_come(driver, jobs(len(times), "open"), times, plan.timeout_s)
+    row = figures(records, wall_s)
+    row["cached_tokens"] = None if cached_before is None else driver.cached_tokens - cached_before
+    row["gpu_memory_mib"] = gpu_memory_mib()
+    if messages := sorted({record.message for record in records if record.failure}):
+        row["first_failure"] = messages[0][:300]
+    return row
+
+
+def gpu_memory_mib() -> int | None:
+    """Memory in use on the first GPU, by all processes; None without nvidia-smi."""
+    command = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        return int(subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def summary(row: dict) -> str:
+    """A row on one line."""
+
+    def shown(name: str) -> str:
+        return "never" if row[name] is None else f"{row[name]:.4g}"
+
+    failed = row["refused"] + row["timeouts"] + row["errors"]
+    text = (
+        f"TTFB p50 {shown('ttfb_ms_p50')} p99 {shown('ttfb_ms_p99')} ms, {shown('patch_ms_p50')} ms a patch, "
+        f"RTF {shown('rtf_p50')}, underrun {100 * row['underrun']:.1f}%, {shown('audio_s_per_s')} audio s/s, "
+        f"failed {failed} of {row['streams']}"
+    )
+    if failed:
+        text += f" ({row['first_failure']})"
+    if row["first_chunk_one_patch"] not in (None, 1):
+        text += f", NOTE: the first chunk is one patch in {100 * row['first_chunk_one_patch']:.1f}% of the streams only"
+    if row["cached_tokens"]:
+        text += f", NOTE: {row['cached_tokens']} prompt tokens came from a cache"
+    return text
+
+
+async def run(
+    driver: Driver, plan: Plan, rows: list[tuple[str, float, float]], write: Callable[[dict], None], common: dict
+) -> None:
+    """Start the engine, measure the rows (mode, load, seconds of reference), stop it."""
+    began = time.perf_counter()
+    print(f"{common['engine']}: starting", flush=True)
+    settings = await asyncio.wait_for(driver.start(), READY_TIMEOUT_S)
+    ready_s = time.perf_counter() - began
+    write({"row": "start", **common, "ready_s": round(ready_s, 1), "settings": settings})
+    print(f"{common['engine']}: ready after {ready_s:.1f} s, {len(rows)} rows", flush=True)
+    try:
+        for mode, load, reference_s in rows:
+            row = await measure_row(driver, plan, mode, load, reference_s)
+            write({"row": mode, **common, "load": load, "reference_s": reference_s, **row})
+            what = f"{load:g} at once" if mode == "closed" else f"{load:g} a second"
+            reference = f", {reference_s:g} s reference" if reference_s else ""
+            print(f"{common['engine']}: {what}{reference}: {summary(row)}", flush=True)
+    finally:
+        await _stop(driver.stop())
+
+
+async def _stop(stopping: Coroutine) -> None:
+    """What an engine does when it ends is not measured: it must not take long, nor hide an error of a row."""
+    try:
+        await asyncio.wait_for(stopping, STOP_TIMEOUT_S)
+    except Exception as error:
+        print(f"stopping the engine: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def main(
+    engine: Annotated[Engine, typer.Argument(help="what to put under load")],
+    target: Annotated[str, typer.Argument(help="a checkpoint directory; for triton host:port of its gRPC")],
+    closed: Closed = "",
+    rates: Rates = "",
+    seconds: Seconds = 10,
+    characters: Characters = "14",
+    patches: Patches = "48",
+    references: References = "0",
+    streams: Streams = 8,
+    max_num_seqs: MaxNumSeqs = None,
+    memory: Memory = 0.6,
+    offline: Annotated[bool, typer.Option(help="engine: EngineConfig.realtime off, for most throughput")] = False,
+    timeout: Timeout = 60,
+    seed: Seed = 0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="append the rows to this file")] = None,
+) -> None:
+    """Put one engine under load and say what its callers notice."""
+    loads = [("closed", float(n)) for n in counts(closed)] + [("open", rate) for rate in numbers(rates) if rate > 0]
+    rows = [(mode, load, reference_s) for reference_s in numbers(references) for mode, load in loads]
+    if not rows:
+        raise typer.BadParameter("nothing to measure: give --closed or --rates, and --references")
+    plan = Plan(span(characters), span(patches), seconds, streams, timeout, seed)
+    common = {
+        "engine": f"{engine.value}-offline" if offline else engine.value,
+        "realtime": not offline if engine is Engine.engine else None,
+        "characters": characters,
+        "patches": patches,
+        "seconds": seconds,
+        "seed": seed,
+    }
+
+    def write(row: dict) -> None:
+        if json_path is not None:
+            with json_path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    settings = Settings(max_num_seqs, memory, realtime=not offline)
+    asyncio.run(run(make_driver(engine.value, target, settings), plan, rows, write, common))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,62 @@
+"""Rows of load.py as one text table: engines below each other, and the ratio of each to the first."""
+
+COLUMNS = {
+    "TTFB p50": "ttfb_ms_p50",
+    "p90": "ttfb_ms_p90",
+    "p99 ms": "ttfb_ms_p99",
+    "ms/patch": "patch_ms_p50",
+    "RTF": "rtf_p50",
+    "gap ms": "gap_ms_max",
+    "audio s/s": "audio_s_per_s",
+}
+_WIDTH = 9
+
+
+def table(rows: list[dict], engines: list[str]) -> str:
+    """Every load that any engine has a row of, in the order measured; some 100 characters a line.
+
+    Args:
+        rows: what compare.jsonl holds.
+        engines: the first is what the others are compared with.
+
+    Returns:
+        The table, with a line for each engine's start and each failure above it. "never": the figure is infinite,
+        because streams failed; "x" marks a ratio.
+    """
+    lines = []
+    for row in rows:
+        if row["row"] == "start":
+            lines.append(f"{row['engine']}: ready after {row['ready_s']} s")
+        elif row["row"] == "failed":
+            lines.append(f"{row['engine']}: FAILED, {row['error']}")
+    measured: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        if row["row"] in ("closed", "open"):
+            measured.setdefault((row["row"], row["load"], row["reference_s"]), {})[row["engine"]] = row
+    titles = "".join(title.rjust(_WIDTH + 1) for title in [*COLUMNS, "underrun", "failed"])
+    lines += ["", f"{'load':18}{'engine':15}{titles}"]
+    for (mode, load, reference_s), by_engine in measured.items():
+        name = f"{load:g} at once" if mode == "closed" else f"{load:g} a second"
+        name += f" ref {reference_s:g}" if reference_s else ""
+        for engine in engines:
+            if engine not in by_engine:
+                continue
+            row = by_engine[engine]
+            lines.append(f"{name:18}{engine:15}{_figures(row)}")
+            name = ""
+            if engine != engines[0] and engines[0] in by_engine:
+                ratios = _ratios(row, by_engine[engines[0]])
+                lines.append(f"{'':18}{'x ' + engines[0]:15}{ratios}".rstrip())
+    return "\n".join(lines)
+
+
+def _figures(row: dict) -> str:
+    cells = ["never" if row[name] is None else f"{row[name]:.4g}" for name in COLUMNS.values()]
+    failed = row["refused"] + row["timeouts"] + row["errors"]
+    cells += [f"{100 * row['underrun']:.1f}%", f"{failed}/{row['streams']}"]
+    return "".join(cell.rjust(_WIDTH + 1) for cell in cells)
+
+
+def _ratios(row: dict, base: dict) -> str:
+    cells = [f"{row[name] / base[name]:.2f}x" if row[name] and base[name] else "-" for name in COLUMNS.values()]
+    return "".join(cell.rjust(_WIDTH + 1) for cell in cells)
