@@ -43,15 +43,21 @@ def path(checkpoint):
     return checkpoint(SHAPE)[0]
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> dict:
+    """Settings of a device on which sums are exact to the last bits."""
+    return {"device": request.param, "dtype": "float32", "attention": "sdpa", "threads": 1}
+
+
 @pytest.fixture(scope="module")
-def alone(path) -> list[Heard]:
-    with DqCoreEngine(EngineConfig(model=str(path), threads=1, max_num_seqs=1)) as engine:
+def alone(path, device) -> list[Heard]:
+    with DqCoreEngine(EngineConfig(model=str(path), max_num_seqs=1, **device)) as engine:
         return [hear(engine.submit(make_request(index))) for index in range(REQUESTS)]
 
 
-def test_requests_of_every_kind_give_what_they_give_alone(path, alone):
+def test_requests_of_every_kind_give_what_they_give_alone(path, device, alone):
     config = EngineConfig(
-        model=str(path), threads=1, max_num_seqs=8, num_kvcache_blocks=12, max_num_batched_tokens=40, realtime=False
+        model=str(path), max_num_seqs=8, num_kvcache_blocks=12, max_num_batched_tokens=40, realtime=False, **device
     )
     with DqCoreEngine(config) as engine:
         streams, cancelled = [], []
