@@ -83,6 +83,55 @@ def test_requests_of_every_kind_give_what_they_give_alone(path, device, alone):
     assert state["active"] == state["queued"] == 0 and state["kv_blocks_free"] == state["kv_blocks_total"] == 12
 
 
+def test_a_host_that_runs_ahead_changes_nothing(path, alone):
+    """As on a GPU: a step is launched before it is known whom the last one stopped; the patch too many is dropped."""
+    with DqCoreEngine(EngineConfig(model=str(path), threads=1, max_num_seqs=8, realtime=False)) as engine:
+        engine._loop._run_ahead = 1
+        launched = 0
+        run = engine._loop._runner.run
+
+        def counting(step):
+            nonlocal launched
+            launched += len(step.sampled)
+            return run(step)
+
+        engine._loop._runner.run = counting
+        before = engine.snapshot()["patches"]
+        streams = [engine.submit(make_request(index)) for index in range(12)]
+        for index, stream in enumerate(streams):
+            ours, expected = hear(stream), alone[index]
+            assert ours.finish_reason == expected.finish_reason
+            assert_close(ours.latents, expected.latents, 1e-4, 4, f"latents of request {index}")
+        stops = sum(expected.finish_reason == "stop" for expected in alone[:12])
+        kept = engine.snapshot()["patches"] - before
+        assert stops and kept < launched <= kept + stops
+
+
+def test_a_prompt_that_was_cancelled_half_way_and_then_again(path, alone):
+    """What had been taken in of the cancelled prompt is used by the next, and the audio is the same."""
+    index = next(i for i, heard in enumerate(alone) if heard.stats["prompt_tokens"] > 50)
+    config = EngineConfig(model=str(path), threads=1, max_num_seqs=4, max_num_batched_tokens=20, realtime=False)
+    with DqCoreEngine(config) as engine:
+        runner, half_way, go_on = engine._loop._runner, threading.Event(), threading.Event()
+        run = runner.run
+
+        def pausing(step):
+            output = run(step)
+            half_way.set()
+            go_on.wait(10)
+            return output
+
+        runner.run = pausing
+        cancelled = engine.submit(make_request(index))
+        assert half_way.wait(10)
+        cancelled.cancel()
+        go_on.set()
+        assert [chunk.finish_reason for chunk in cancelled] == ["cancelled"]
+        again = hear(engine.submit(make_request(index)))
+        assert again.stats["cached_tokens"] == 16, "20 tokens had been taken in: one block"
+        assert_close(again.latents, alone[index].latents, 1e-4, 4, "latents")
+
+
 def test_a_cancelled_stream_frees_its_slot_and_makes_no_more_patches(path):
     with DqCoreEngine(EngineConfig(model=str(path), threads=1, max_num_seqs=1)) as engine:
         long = engine.submit(Request(text="a", min_generate_length=400, max_generate_length=400))
