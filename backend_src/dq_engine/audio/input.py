@@ -2,28 +2,30 @@
 
 import base64
 import binascii
-import io
 import math
-import struct
+import re
 
 import numpy as np
-import soundfile
 import soxr
 
+from dq_engine.audio.reader import ReadError, read_mono
+from dq_engine.audio.wholeness import check_ogg, check_wav
 from dq_engine.errors import invalid
 from dq_engine.request import MAX_AUDIO_BYTES, MAX_AUDIO_SECONDS, MIN_AUDIO_SECONDS
 
-MIN_RATE, MAX_RATE = 8_000, 192_000
-MAX_CHANNELS = 8
-# What writers that stream put where the size of a wav file's samples is not known yet.
-_UNKNOWN_SIZES = (0, 0x7FFFFFFF, 0xFFFFFFFF)
+# Float files may go beyond full scale a little. Far beyond it they are integers in disguise, or an attack.
+MAX_AMPLITUDE = 100.0
+# Base64 in lines of 64 characters with CR LF, and a data URL's prefix.
+_MAX_ENCODED_BYTES = math.ceil(MAX_AUDIO_BYTES * 4 / 3 * 66 / 64) + 256
+_DATA_URL = re.compile(rb"data:[^,]{0,200};base64,", re.IGNORECASE)
+_WHITE_SPACE = b" \t\r\n"
 
 
 def decode_audio(data: bytes, field: str, rate: int) -> np.ndarray:
     """Decode a recording as the official package does: mean of the channels, resampled by soxr's "HQ".
 
     Args:
-        data: an audio file, or base64 of one.
+        data: an audio file, or base64 of one, which may be broken into lines or be a data URL.
         field: the request's field, named in errors.
         rate: the rate wanted, in Hz.
 
@@ -31,68 +33,58 @@ def decode_audio(data: bytes, field: str, rate: int) -> np.ndarray:
         float32 [n], mono.
 
     Raises:
-        RequestError: INVALID_ARG for anything that is not a whole recording within the limits.
+        RequestError: INVALID_ARG for anything that is not a whole recording within the limits. Of an mp3 file
+            without a header of lengths, and of a wav or flac file that does not know its own, nobody can tell.
     """
     data = _raw(data, field)
-    _check_riff(data, field)
+    if data.startswith((b"RIFF", b"RF64")):
+        check_wav(data, field)
+    elif data.startswith(b"OggS"):
+        check_ogg(data, field)
     try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            _check_header(file, field)
-            # The header's count is not trusted for the memory: a file may promise hours and hold a second.
-            samples = file.read(int(MAX_AUDIO_SECONDS * file.samplerate) + 1, dtype="float32", always_2d=True)
-            source_rate, promised = file.samplerate, file.frames
-    except soundfile.LibsndfileError as error:
-        raise invalid(field, f"is not an audio file that can be decoded ({error.error_string})") from None
-    if len(samples) < min(promised, MAX_AUDIO_SECONDS * source_rate):
-        raise invalid(field, f"ends early: its header promises {promised} frames, {len(samples)} are there")
-    seconds = max(promised, len(samples)) / source_rate
+        recording = read_mono(data, MAX_AUDIO_SECONDS)
+    except ReadError as error:
+        raise invalid(field, str(error)) from None
+    samples, source_rate, promised = recording.samples, recording.rate, recording.promised
+    seconds = max(promised or 0, len(samples)) / source_rate
     if not MIN_AUDIO_SECONDS <= seconds <= MAX_AUDIO_SECONDS:
-        raise invalid(field, f"must last {MIN_AUDIO_SECONDS:g} to {MAX_AUDIO_SECONDS:g} s, this is {seconds:.2f} s")
-    mono = np.ascontiguousarray(samples.mean(axis=1))
-    if not np.isfinite(mono).all():
+        this = "longer" if promised is None and seconds > MAX_AUDIO_SECONDS else f"{seconds:.2f} s"
+        raise invalid(field, f"must last {MIN_AUDIO_SECONDS:g} to {MAX_AUDIO_SECONDS:g} s, this is {this}")
+    if promised is not None and len(samples) < promised:
+        raise invalid(field, f"ends early: its header promises {promised} frames, {len(samples)} are there")
+    if not np.isfinite(samples).all():
         raise invalid(field, "has samples that are not finite")
-    if not mono.any():
+    if (peak := np.abs(samples).max()) > MAX_AMPLITUDE:
+        raise invalid(field, f"has samples of up to {peak:g}, the limit is {MAX_AMPLITUDE:g} (full scale is 1)")
+    if not peak:
         raise invalid(field, "is digital silence")
     if source_rate == rate:
-        return mono
-    resampled = soxr.resample(mono, source_rate, rate, quality="HQ")
-    length = math.ceil(len(mono) * rate / source_rate)
+        return samples
+    resampled = soxr.resample(samples, source_rate, rate, quality="HQ")
+    length = math.ceil(len(samples) * rate / source_rate)
     return np.pad(resampled[:length], (0, max(0, length - len(resampled))))
 
 
 def _raw(data: bytes, field: str) -> bytes:
     """The file itself, where base64 of it was given."""
-    if len(data) > 4 * math.ceil(MAX_AUDIO_BYTES / 3) + 4:
+    if len(data) > _MAX_ENCODED_BYTES or len(data) > MAX_AUDIO_BYTES and _is_audio(data):
         raise invalid(field, f"has {len(data)} bytes, the limit is {MAX_AUDIO_BYTES}")
-    if data[:4].isalnum() and data[:4] not in (b"RIFF", b"RF64", b"OggS", b"fLaC", b"FORM") and data[:3] != b"ID3":
+    if not _is_audio(data):
+        prefix = _DATA_URL.match(data)
+        encoded = data[prefix.end() if prefix else 0 :].translate(None, _WHITE_SPACE)
         try:
-            data = base64.b64decode(data, validate=True)
-        except binascii.Error as error:
-            raise invalid(field, f"is neither an audio file nor base64 of one ({error})") from None
-    if len(data) > MAX_AUDIO_BYTES:
-        raise invalid(field, f"has {len(data)} bytes, the limit is {MAX_AUDIO_BYTES}")
+            data = base64.b64decode(encoded, validate=True)
+        except binascii.Error:
+            data = b""
+        if len(data) > MAX_AUDIO_BYTES:
+            raise invalid(field, f"has {len(data)} bytes, the limit is {MAX_AUDIO_BYTES}")
+        if not _is_audio(data):
+            raise invalid(field, "is neither a wav, flac, ogg or mp3 file nor base64 of one")
     return data
 
 
-def _check_riff(data: bytes, field: str) -> None:
-    """Refuse a wav file whose samples were cut off: libsndfile would quietly read what is there."""
-    if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
-        return
-    start = 12
-    while start + 8 <= len(data):
-        name, size = struct.unpack_from("<4sI", data, start)
-        start += 8
-        if name == b"data":
-            if size not in _UNKNOWN_SIZES and start + size > len(data):
-                raise invalid(
-                    field, f"ends early: its header promises {size} bytes of samples, {len(data) - start} are there"
-                )
-            return
-        start += size + size % 2
-
-
-def _check_header(file: soundfile.SoundFile, field: str) -> None:
-    if not MIN_RATE <= file.samplerate <= MAX_RATE:
-        raise invalid(field, f"has a sample rate of {file.samplerate} Hz, the limits are {MIN_RATE} and {MAX_RATE}")
-    if file.channels > MAX_CHANNELS:
-        raise invalid(field, f"has {file.channels} channels, the limit is {MAX_CHANNELS}")
+def _is_audio(data: bytes) -> bool:
+    """Whether this begins as one of the kinds of file that are taken."""
+    if data.startswith((b"RIFF", b"RF64")):
+        return data[8:12] == b"WAVE"
+    return data.startswith((b"fLaC", b"OggS", b"ID3")) or data[:1] == b"\xff" and data[1:2] >= b"\xe0"
