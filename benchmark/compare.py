@@ -37,6 +37,7 @@ from load import (
 from plots import plot
 from table import table
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 LOAD = Path(__file__).resolve().with_name("load.py")
 ENGINES = {"nano": ["nano"], "engine": ["engine"], "engine-offline": ["engine", "--offline"]}
 
@@ -61,9 +62,8 @@ def run_engine(name: str, model: str, options: list[str], out: Path, timeout_s: 
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if fault is not None:
-        words = [line.strip(" │") for line in log.read_text(errors="replace").splitlines()]
-        last_words = " | ".join([line for line in words if line and line[0] not in "╭╰"][-3:])
-        row = {"row": "failed", "engine": name, "error": f"{fault}: {last_words[-500:]}"}
+        last_lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-3:]
+        row = {"row": "failed", "engine": name, "error": f"{fault}: {' | '.join(last_lines)[-500:]}"}
         with rows.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(f"{name}: FAILED, {row['error']}", flush=True)
@@ -76,6 +76,7 @@ def chosen_engines(text: str) -> list[str]:
     return names
 
 
+@app.command()
 def main(
     model: Annotated[str, typer.Argument(help="checkpoint directory; best one that never stops by itself")],
     engines: Annotated[str, typer.Option(help="in this order; ratios are to the first")] = "nano,engine",
@@ -128,4 +129,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -28,6 +28,7 @@ from drivers import Driver, Refused, Settings, make_driver
 from stream_metrics import StreamRecord, figures
 from workload import Job, Range, make_jobs, poisson_arrivals
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 WARM_UP_PATCHES = 12
 READY_TIMEOUT_S, STOP_TIMEOUT_S = 300, 30
 
@@ -216,6 +217,7 @@ async def _stop(stopping: Coroutine) -> None:
         print(f"stopping the engine: {type(error).__name__}: {error}", file=sys.stderr)
 
 
+@app.command()
 def main(
     engine: Annotated[Engine, typer.Argument(help="what to put under load")],
     target: Annotated[str, typer.Argument(help="a checkpoint directory; for triton host:port of its gRPC")],
@@ -258,4 +260,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

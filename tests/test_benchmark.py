@@ -1,0 +1,267 @@
+"""benchmark/: its arithmetic on made-up arrivals, its loops, and the commands with the small model on a CPU."""
+
+import asyncio
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from triton_server import ROOT
+from typer.testing import CliRunner
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+
+import drivers  # noqa: E402
+import load  # noqa: E402
+from stream_metrics import PATCH_S, StreamRecord, figures, peak_streams, percentile  # noqa: E402
+from table import table  # noqa: E402
+from workload import Range, make_jobs, poisson_arrivals  # noqa: E402
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
+
+def record(*arrivals: tuple[float, float], due: float = 10.0, failure: str | None = None) -> StreamRecord:
+    return StreamRecord(due, due, [(due + time, seconds) for time, seconds in arrivals], failure)
+
+
+STEADY = ((0.05, PATCH_S), (0.15, PATCH_S), (0.25, 2 * PATCH_S), (0.45, PATCH_S))
+"""Five patches: 0.4 s from the first chunk to the last, always ahead of playback."""
+
+
+def test_figures_of_one_stream():
+    steady = record(*STEADY)
+    assert steady.ttfb_s == pytest.approx(0.05)
+    assert steady.audio_s == pytest.approx(0.8)
+    assert steady.patch_s == pytest.approx(0.4 / 4)
+    assert steady.rtf == pytest.approx(0.4 / 0.8)
+    assert steady.largest_gap_s == pytest.approx(0.2)
+    assert steady.dry_s == 0
+    assert record((0.05, PATCH_S)).patch_s is None
+
+
+def test_a_request_that_was_sent_late_waits_from_when_it_was_due():
+    late = StreamRecord(due=1.0, sent=1.5, arrivals=[(1.6, PATCH_S)])
+    assert late.ttfb_s == pytest.approx(0.6)
+    assert figures([late], 1.0)["sent_late_ms_p99"] == pytest.approx(500)
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "dry_s"),
+    [
+        ([(0, 0.16), (0.16, 0.16), (0.32, 0.16)], 0),  # each just in time
+        ([(0, 0.16), (0.20, 0.16), (0.30, 0.16)], 0.04),
+        ([(0, 0.16), (0.20, 0.16), (0.40, 0.16)], 0.08),  # dry twice; the first delay moved what follows
+        ([(0, 0.16), (0.05, 0.48), (0.60, 0.16)], 0),  # a larger gap that larger chunks cover
+        ([(5.0, 0.16)], 0),  # late, but once it plays it never stops
+    ],
+)
+def test_underrun(arrivals, dry_s):
+    assert record(*arrivals).dry_s == pytest.approx(dry_s, abs=1e-6)
+
+
+def test_percentiles():
+    values = [4.0, 1.0, 3.0, 2.0]
+    assert [percentile(values, q) for q in (0, 0.5, 1)] == [1, 2.5, 4]
+    for q in (0.1, 0.5, 0.9, 0.99):
+        assert percentile(values, q) == pytest.approx(float(np.percentile(values, 100 * q)))
+    assert percentile([1.0, math.inf, math.inf], 0) == 1
+    assert percentile([1.0, 2.0, math.inf], 0.5) == 2
+    assert percentile([1.0, 2.0, math.inf], 0.6) == math.inf
+    with pytest.raises(ValueError, match="no values"):
+        percentile([], 0.5)
+
+
+def test_failed_streams_count_in_every_figure():
+    records = [record(*STEADY) for _ in range(6)]
+    records += [record(failure="refused"), record(*STEADY[:2], failure="error"), record(failure="timeout")]
+    records.append(record((0.05, 0.32), (0.50, PATCH_S)))
+    row = figures(records, wall_s=2.0)
+    assert (row["streams"], row["refused"], row["errors"], row["timeouts"]) == (10, 1, 1, 1)
+    assert row["ttfb_ms_p50"] == pytest.approx(50)  # audio came of 8 of 10
+    assert row["ttfb_ms_p90"] is row["ttfb_ms_p99"] is None
+    assert row["patch_ms_p50"] == pytest.approx(100)
+    assert row["patch_ms_p99"] is row["rtf_p99"] is row["gap_ms_max"] is row["dry_ms_max"] is None
+    assert row["underrun"] == 0.4
+    assert row["audio_s_per_s"] == pytest.approx((6 * 0.8 + 0.32 + 0.48) / 2)
+    assert row["first_chunk_one_patch"] == pytest.approx(7 / 8, abs=1e-4)
+    all_refused = figures([record(failure="refused")] * 3, wall_s=1.0)
+    assert (all_refused["underrun"], all_refused["ttfb_ms_p50"], all_refused["audio_s_per_s"]) == (1, None, 0)
+    json.dumps(all_refused, allow_nan=False)
+
+
+def test_peak_streams():
+    spans = [(0, 1), (0.5, 2), (0.9, 1.5), (2.5, 3)]
+    records = [StreamRecord(begin, begin, [(end, PATCH_S)]) for begin, end in spans]
+    assert peak_streams(records) == 3
+
+
+def test_every_request_is_its_own_and_comes_again_with_the_seed():
+    jobs = make_jobs(50, Range(14, 126), Range(10, 48), 2.1, "1 open")
+    again = make_jobs(50, Range(14, 126), Range(10, 48), 2.1, "1 open")
+    assert [(job.text, job.patches) for job in jobs] == [(job.text, job.patches) for job in again]
+    assert all(np.array_equal(a.reference_latents, b.reference_latents) for a, b in zip(jobs, again, strict=True))
+    assert len({job.text for job in jobs}) == 50
+    assert len({job.reference_latents.tobytes() for job in jobs}) == 50
+    assert {14 <= len(job.text) <= 126 and 10 <= job.patches <= 48 for job in jobs} == {True}
+    assert {(job.reference_latents.shape, job.reference_latents.dtype) for job in jobs} == {
+        ((52, 64), np.dtype(np.float32))
+    }
+    assert make_jobs(1, Range(14, 14), Range(48, 48), 0, "2")[0].reference_latents is None
+
+
+def test_poisson_arrivals():
+    times = poisson_arrivals(20, 100, "3")
+    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    assert times == poisson_arrivals(20, 100, "3")
+    assert times[0] == 0 and times == sorted(times) and times[-1] < 100
+    assert statistics.mean(gaps) == pytest.approx(1 / 20, rel=0.1)
+    assert statistics.stdev(gaps) == pytest.approx(1 / 20, rel=0.1)  # as wide as their mean: exponential
+
+
+@pytest.mark.parametrize("text", ["x", "", "0", "5:4", "1:2:3", "1.5"])
+def test_a_range_that_is_none(text):
+    with pytest.raises(ValueError, match="neither a whole number|is needed"):
+        Range.parse(text)
+
+
+class Scripted(drivers.Driver):
+    """Two patches 20 ms apart for each request, but what `faults` says happens to the texts numbered there."""
+
+    def __init__(self, faults: dict[int, Exception | None]) -> None:
+        self.faults, self.texts, self.given_up = faults, [], 0
+
+    async def start(self) -> dict:
+        return {}
+
+    async def speak(self, job):
+        number = len(self.texts)
+        self.texts.append(job.text)
+        yield PATCH_S
+        try:
+            await asyncio.sleep(0.02 if self.faults.get(number, True) else 60)
+        except asyncio.CancelledError:
+            self.given_up += 1
+            raise
+        if number in self.faults:
+            raise self.faults[number]
+        yield PATCH_S
+
+    async def stop(self) -> None:
+        pass
+
+
+def test_a_closed_loop_discards_its_warm_up_and_counts_failures():
+    # Requests 0 to 3 are the warm-up; the fault of the first must not be seen.
+    faults = {1: RuntimeError("warm-up"), 4: drivers.Refused("UNAVAILABLE: full"), 6: ValueError("bad"), 9: None}
+    driver = Scripted(faults)
+    plan = load.Plan(Range(14, 14), Range(2, 2), seconds=1, streams=8, timeout_s=0.5, seed=0)
+    row = asyncio.run(load.measure_row(driver, plan, "closed", 4, 0))
+    assert len(set(driver.texts)) == len(driver.texts) == 4 + 8
+    assert (row["streams"], row["refused"], row["errors"], row["timeouts"]) == (8, 1, 1, 1)
+    assert driver.given_up == 1
+    assert row["first_failure"] == "UNAVAILABLE: full"
+    assert row["underrun"] == 3 / 8
+    assert row["patch_ms_p50"] == pytest.approx(20, abs=10)
+    assert row["peak_streams"] == 4
+    assert row["cached_tokens"] is None
+
+
+def test_an_open_loop_does_not_wait_for_the_engine():
+    driver = Scripted({})
+    plan = load.Plan(Range(14, 14), Range(2, 2), seconds=1, streams=8, timeout_s=5, seed=0)
+    arrivals = poisson_arrivals(40, 1, "0 open 40 0 arrivals")
+    row = asyncio.run(load.measure_row(driver, plan, "open", 40, 0))
+    assert row["streams"] == len(arrivals)
+    assert row["wall_s"] == pytest.approx(arrivals[-1] + 0.02, abs=0.1)
+    assert row["refused"] == row["errors"] == row["timeouts"] == row["underrun"] == 0
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=ENVIRONMENT | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_compare_on_a_cpu(tmp_path):
+    """One slot and one place in the queue: of 4 requests at once 2 are refused. The stock engine needs a GPU."""
+    options = "--engines nano,engine --closed 1,4 --rates 1 --seconds 1 --patches 6 --streams 2 --references 0"
+    result = run(
+        "benchmark/compare.py",
+        "models/small",
+        *options.split(),
+        f"--out={tmp_path}",
+        CUDA_VISIBLE_DEVICES="",
+        DQ_ENGINE_MAX_NUM_SEQS="1",
+        DQ_ENGINE_QUEUE_SIZE="1",
+    )
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in (tmp_path / "compare.jsonl").read_text().splitlines()]
+    assert [(row["engine"], row["row"]) for row in rows] == [
+        ("nano", "failed"),
+        ("engine", "start"),
+        ("engine", "closed"),
+        ("engine", "closed"),
+        ("engine", "open"),
+    ]
+    failed, start, one, four, arrivals = rows
+    assert "exit code 1" in failed["error"]
+    assert start["settings"]["slots"] == 1 and start["settings"]["realtime"] is True
+    assert (one["load"], one["streams"], one["refused"], one["first_chunk_one_patch"]) == (1, 2, 0, 1)
+    assert 0.3 <= one["audio_s"] <= 2 * 6 * PATCH_S + 1e-3
+    assert 0 < one["ttfb_ms_p50"] <= one["ttfb_ms_p99"] < 5000
+    assert one["patch_ms_p50"] > 0 and one["cached_tokens"] == 0
+    assert (four["load"], four["streams"], four["refused"]) == (4, 4, 2)
+    assert "the queue is full" in four["first_failure"]
+    assert four["ttfb_ms_p90"] is None and four["underrun"] >= 0.5
+    assert arrivals["load"] == 1 and arrivals["streams"] >= 1 and arrivals["wall_s"] > 0
+    shown = result.stdout[result.stdout.rindex("\nload") :]
+    assert "4 at once" in shown and "never" in shown and "2/4" in shown
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_load_of_a_real_server(server, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    options = ["--closed=2", "--patches=4", "--streams=2", "--references=1", f"--json={path}"]
+    result = run("benchmark/load.py", "triton", server.grpc_url, *options)
+    assert result.returncode == 0, result.stderr
+    start, row = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (start["engine"], start["settings"]["url"]) == ("triton", server.grpc_url)
+    assert (row["load"], row["reference_s"], row["cached_tokens"]) == (2, 1, 0)
+    assert (row["streams"], row["refused"], row["errors"], row["timeouts"]) == (2, 0, 0, 0)
+    assert row["audio_s"] == pytest.approx(2 * 4 * PATCH_S)  # no stop is obeyed before the fourth patch
+    assert row["ttfb_ms_p50"] > 0 and row["patch_ms_p50"] > 0
+    assert row["first_chunk_one_patch"] is not None  # a busy server joins patches
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "nothing to measure"),
+        (["--closed=1,x"], "is not a list of numbers"),
+        (["--closed=0"], "whole numbers from 1"),
+        (["--closed=1", "--patches=0"], "1 <= LOW <= HIGH"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    result = CliRunner().invoke(load.app, ["engine", "models/small", *options], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_the_table_shows_ratios_of_one_run():
+    def rows(engine: str, scale: float) -> list[dict]:
+        streams = [record(*[(scale * time, seconds) for time, seconds in STEADY])]
+        return [{"row": "closed", "engine": engine, "load": 8, "reference_s": 10, **figures(streams, scale)}]
+
+    lines = table(rows("nano", 1.0) + rows("engine", 0.25), ["nano", "engine"]).splitlines()
+    assert lines[-1].split() == ["x", "nano", *["0.25x"] * 6, "4.00x"]
+    assert lines[-3].split()[:6] == ["8", "at", "once", "ref", "10", "nano"]
