@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import tritonclient.grpc as grpcclient
 from triton_server import TritonServer
+from tritonclient.utils import InferenceServerException
 
 TEXT = "peter sells nine green toys"
 SAMPLES_PER_PATCH = 7680
@@ -24,8 +25,9 @@ TYPES = {
     "stream": ("BOOL", np.bool_),
     "return_latents": ("BOOL", np.bool_),
 }
-LONG = {"text": TEXT, "min_generate_length": 380, "max_generate_length": 400}
+LONG = {"text": TEXT, "min_generate_length": 400, "max_generate_length": 400}
 """A request that goes on for 10 s and more, unless it is stopped."""
+MEDIUM = LONG | {"min_generate_length": 120, "max_generate_length": 120}
 
 
 def inputs(fields: dict, client=grpcclient) -> list:
@@ -53,6 +55,7 @@ class Talk:
         self._answers: queue.SimpleQueue = queue.SimpleQueue()
         self.client = grpcclient.InferenceServerClient(server.grpc_url)
         self.client.start_stream(lambda result, error: self._answers.put((result, error)))
+        self._unanswered = 0
         self.send(fields, request_id, parameters)
 
     def __enter__(self) -> "Talk":
@@ -61,8 +64,11 @@ class Talk:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def send(self, fields: dict, request_id: str = "", parameters: dict | None = None) -> None:
-        self.client.async_stream_infer("voxcpm2", inputs(fields), request_id=request_id, parameters=parameters)
+    def send(self, fields: dict, request_id: str = "", parameters: dict | None = None, outputs=None) -> None:
+        self._unanswered += 1
+        self.client.async_stream_infer(
+            "voxcpm2", inputs(fields), outputs=outputs, request_id=request_id, parameters=parameters
+        )
 
     def next(self, timeout: float = 60):
         """The next response.
@@ -71,6 +77,7 @@ class Talk:
             InferenceServerException: it is an error.
         """
         result, error = self._answers.get(timeout=timeout)
+        self._unanswered -= error is not None or is_final(result)
         if error is not None:
             raise error
         return result
@@ -85,14 +92,15 @@ class Talk:
     def error(self, timeout: float = 20) -> str:
         """The message of the error that ends the stream, past the responses that came before."""
         while True:
-            result, error = self._answers.get(timeout=timeout)
-            if error is not None:
+            try:
+                assert not is_final(self.next(timeout)), "it ended without an error"
+            except InferenceServerException as error:
                 return error.message()
-            assert not is_final(result), "it ended without an error"
 
     def close(self) -> None:
         with contextlib.suppress(Exception):  # the server may be gone
-            self.client.stop_stream(cancel_requests=True)
+            # Triton 2.51 never frees a request that is cancelled just after its end, nor unloads its model.
+            self.client.stop_stream(cancel_requests=self._unanswered > 0)
         self.client.close()
 
 

@@ -1,6 +1,7 @@
 """The server's and the model's life: unload, load, a worker that dies, a stop half-way, tritonserver killed."""
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import tritonclient.grpc as grpcclient
-from talk import LONG, TEXT, Talk, active_streams, speak, wait_until
+from talk import LONG, MEDIUM, TEXT, Talk, active_streams, speak, wait_until
 from triton_server import ROOT, TritonServer
 from tritonclient.utils import InferenceServerException
 
@@ -20,16 +21,16 @@ def server():
         yield server
 
 
-def _processes(server: TritonServer) -> dict[str, psutil.Process]:
-    found = {}
+MARKS = {"worker": "dq_engine.serving.worker", "stub": "triton_python_backend_stub", "server": "bin/tritonserver"}
+
+
+def _processes(server: TritonServer, kind: str) -> list[psutil.Process]:
+    """The server's processes of a kind."""
+    found = []
     for process in psutil.Process(server.pid).children(recursive=True):
-        line = ""
         with contextlib.suppress(psutil.NoSuchProcess):  # a zombie too
-            line = " ".join(process.cmdline())
-        for name, mark in [("worker", "serving.worker"), ("stub", "backend_stub"), ("server", "bin/tritonserver")]:
-            if mark in line:
-                found.setdefault(name, process)
-                break
+            if any(MARKS[kind] in word for word in process.cmdline()[:3]):
+                found.append(process)
     return found
 
 
@@ -50,7 +51,7 @@ def _serves(server: TritonServer) -> bool:
 def test_unload_and_load(server):
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
         for _ in range(2):
-            worker = _processes(server)["worker"]
+            (worker,) = _processes(server, "worker")
             talks = [Talk(server, LONG) for _ in range(3)]
             talks[0].next()
             client.unload_model("voxcpm2")
@@ -64,18 +65,44 @@ def test_unload_and_load(server):
                 talk.close()
             wait_until(lambda worker=worker: _ends(worker), 5, "the worker is gone")
             assert not client.is_model_ready("voxcpm2")
-            wait_until(lambda: "stub" not in _processes(server), 5, "the stub is gone")
+            wait_until(lambda: not _processes(server, "stub"), 5, "the stub is gone")
             client.load_model("voxcpm2")
             assert client.is_model_ready("voxcpm2")
             assert speak(server, {"text": TEXT})[-1].as_numpy("finish_reason").tolist() == [b"stop"]
         wait_until(lambda: active_streams(server) == 0, 3, "the gauge is back")
 
 
+def test_a_reload_lets_running_streams_end(server):
+    (worker,) = _processes(server, "worker")
+    with grpcclient.InferenceServerClient(server.grpc_url) as client, Talk(server, MEDIUM) as talk:
+        talk.next()
+        config = client.get_model_config("voxcpm2", as_json=True)["config"]
+        config["parameters"]["queue_size"] = {"string_value": "7"}  # what has not changed is not loaded anew
+        client.load_model("voxcpm2", config=json.dumps(config))
+        assert _processes(server, "worker") != [worker]
+        assert speak(server, {"text": TEXT})[-1].as_numpy("finish_reason").tolist() == [b"stop"]
+        assert talk.rest()[-1].as_numpy("finish_reason").tolist() == [b"length"]
+    wait_until(lambda: _ends(worker), 10, "the old worker is gone")
+
+
+def test_a_request_that_triton_never_frees_does_not_keep_the_worker(server):
+    """Clients that cancel just after a stream's end make Triton 2.51 keep the model for ever."""
+    for _ in range(8):
+        talk = Talk(server, {"text": TEXT, "max_generate_length": 1})
+        talk.rest()
+        talk.client.stop_stream(cancel_requests=True)
+        talk.client.close()
+    (worker,) = _processes(server, "worker")
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        client.unload_model("voxcpm2")
+    wait_until(lambda: _ends(worker), 4, "the worker is gone")
+
+
 def test_a_killed_worker(server):
     talks = [Talk(server, LONG) for _ in range(4)]
     talks[0].next()
     begun = time.monotonic()
-    os.kill(_processes(server)["worker"].pid, signal.SIGKILL)
+    os.kill(_processes(server, "worker")[0].pid, signal.SIGKILL)
     for talk in talks:
         assert talk.error() == "INTERNAL: the engine worker 0 died; its streams are lost"
     assert time.monotonic() - begun < 1
@@ -88,8 +115,8 @@ def test_a_killed_worker(server):
 
 
 def test_a_stop_half_way(server):
-    processes = _processes(server)
-    assert processes.keys() == {"server", "stub", "worker"}
+    processes = [process for kind in MARKS for process in _processes(server, kind)]
+    assert len(processes) == 3
     talks = [Talk(server, LONG) for _ in range(4)]
     talks[0].next()
     begun = time.monotonic()
@@ -99,17 +126,18 @@ def test_a_stop_half_way(server):
         error = talk.error(1)
         assert "UNAVAILABLE" in error or "closed" in error.lower(), error
         talk.close()
-    assert all(_ends(process) for process in processes.values())
+    assert all(_ends(process) for process in processes)
     assert list(Path("/dev/shm").glob(f"voxcpm2_{server.pid}_*")) == []
 
 
 def test_a_killed_tritonserver_leaves_nothing(server):
-    processes = _processes(server)
+    processes = [process for kind in MARKS for process in _processes(server, kind)]
+    assert len(processes) == 3
     talks = [Talk(server, LONG) for _ in range(4)]
     talks[0].next()
-    processes["server"].kill()
+    _processes(server, "server")[0].kill()
     for talk in talks:
         talk.error(5)
         talk.close()
-    for name, process in processes.items():
-        wait_until(lambda process=process: _ends(process), 3, f"the {name} is gone")
+    for process in processes:
+        wait_until(lambda process=process: _ends(process), 3, f"{process} is gone")

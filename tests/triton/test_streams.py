@@ -8,8 +8,11 @@ import threading
 import httpx
 import numpy as np
 import pytest
+import tritonclient.grpc as grpcclient
 import tritonclient.grpc.aio as aioclient
+import tritonclient.http as httpclient
 from talk import LABELS, SAMPLES_PER_PATCH, TEXT, Talk, inputs, is_final, metrics, samples, speak, wait_until
+from tritonclient.utils import InferenceServerException
 
 GENERATE = "v2/models/voxcpm2/generate"
 
@@ -159,14 +162,10 @@ def test_two_requests_with_one_id_on_two_connections(server, spoken):
 
 
 def test_only_the_outputs_that_are_asked_for(server):
-    import tritonclient.grpc as grpcclient
-
+    fields = {"text": TEXT, "max_generate_length": 2, "stream": False}
     with Talk(server, {"text": TEXT, "max_generate_length": 1}) as talk:
         talk.rest()
-        outputs = [grpcclient.InferRequestedOutput("audio")]
-        talk.client.async_stream_infer(
-            "voxcpm2", inputs({"text": TEXT, "max_generate_length": 2, "stream": False}), outputs=outputs
-        )
+        talk.send(fields, outputs=[grpcclient.InferRequestedOutput("audio")])
         (result,) = talk.rest()
     assert [output.name for output in result.get_response().outputs] == ["audio"]
     assert result.as_numpy("audio").size == 2 * SAMPLES_PER_PATCH
@@ -188,9 +187,6 @@ def test_metrics(server):
 
 
 def test_unary_infer_is_refused_by_triton(server):
-    import tritonclient.http as httpclient
-    from tritonclient.utils import InferenceServerException
-
     with (
         httpclient.InferenceServerClient(server.http_url) as client,
         pytest.raises(InferenceServerException, match="decoupled transaction policy"),

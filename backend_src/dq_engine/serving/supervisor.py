@@ -262,6 +262,8 @@ class Supervisor:
         how = worker.start_error or _exit_reason(worker.process.returncode)
         if was_ready and time.monotonic() - slot.ready_since > STABLE_S:
             slot.failures = 0
+        if worker.process.returncode == 0:  # by SIGTERM, as the whole server perhaps: it gets time to stop
+            slot.failures = max(slot.failures, 1)
         self._plan_restart(slot)
         self._set_start_error(how)
         logger.error(

@@ -30,7 +30,7 @@ class TritonPythonModel:
         if settings.get("model", "").startswith("."):
             settings["model"] = str((Path(args["model_repository"]) / settings["model"]).resolve())
         config = EngineConfig.from_parameters(settings)
-        self._name = args["model_name"]
+        self._name, self._was_served = args["model_name"], False
         self._metrics = Metrics(args["model_name"], args["model_version"], workers=1)
         self._watcher = CancelWatcher()
         self._supervisor = Supervisor([config], self._heartbeat)
@@ -41,6 +41,7 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(f"the engine did not start: {error}") from None
 
     def execute(self, requests: list) -> None:
+        self._was_served = True
         for request in requests:
             stream = ResponseStream(request.get_response_sender(), self._metrics)
             try:
@@ -62,9 +63,11 @@ class TritonPythonModel:
     def _heartbeat(self, worker: int, snapshot: dict | None) -> None:
         """Once a second, on the supervisor's thread."""
         self._metrics.update(worker, snapshot)
-        # Triton waits for running streams before it unloads a model or stops, calls nothing meanwhile, and when its
-        # exit timeout is over it crashes (seen with 2.51). So they are ended as soon as the model is on its way out.
-        if snapshot is not None and snapshot["active"] + snapshot["queued"] and not self._is_served():
+        # Before it unloads a model or stops, Triton waits for running streams, and for ever for one that its client
+        # cancelled just after its end. It calls nothing meanwhile, and may crash when its exit timeout is over (seen
+        # with 2.51). So the streams and the worker are ended as soon as the model is on its way out.
+        # (Asked before the model is served, tritonserver may crash; a request is the first sign that it is.)
+        if snapshot is not None and self._was_served and not self._is_served():
             self._supervisor.begin_stop()
 
     def _is_served(self) -> bool:
