@@ -21,6 +21,8 @@ from typing import Annotated
 
 import typer
 from load import (
+    BURST_BESIDE,
+    Bursts,
     Characters,
     Closed,
     MaxNumSeqs,
@@ -46,7 +48,7 @@ def run_engine(name: str, model: str, options: list[str], out: Path, timeout_s: 
     """One engine's rows into compare.jsonl; a row "failed" if its process does not end well in time."""
     engine, *flags = ENGINES[name]
     if "--offline" in flags:
-        flags.append("--rates=")
+        flags += ["--rates=", "--bursts="]
     rows, log = out / "compare.jsonl", out / f"{name}.log"
     command = [sys.executable, str(LOAD), engine, model, *options, *flags, "--json", str(rows)]
     with log.open("w") as stderr:
@@ -82,6 +84,7 @@ def main(
     engines: Annotated[str, typer.Option(help="in this order; ratios are to the first")] = "nano,engine",
     closed: Closed = "1,8,32,64,128,256",
     rates: Rates = "5,10,20,30",
+    bursts: Bursts = "",
     seconds: Seconds = 10,
     characters: Characters = "14",
     patches: Patches = "48",
@@ -99,10 +102,11 @@ def main(
     names = chosen_engines(engines)
     if "engine-offline" in names and not counts(closed):
         raise typer.BadParameter("engine-offline is measured in closed loops: give --closed")
-    if max_num_seqs is None and (at_once := counts(closed)):
-        max_num_seqs = max(256, *at_once)
+    if max_num_seqs is None:
+        max_num_seqs = max([256, *counts(closed), *(BURST_BESIDE + n for n in counts(bursts))])
     options = {
         "rates": rates,
+        "bursts": bursts,
         "seconds": seconds,
         "characters": characters,
         "patches": patches,
@@ -122,8 +126,8 @@ def main(
     for name in names:
         run_engine(name, model, arguments, out, engine_timeout)
     rows = [json.loads(line) for line in rows_path.read_text().splitlines()]
-    plot(rows, names, out / "compare.png")
     print(f"\n{table(rows, names)}\n\n{out}/compare.jsonl, compare.png; {time.monotonic() - began:.0f} s in all")
+    plot(rows, names, out / "compare.png")
     if all(any(row["row"] == "failed" and row["engine"] == name for row in rows) for name in names):
         raise typer.Exit(1)
 

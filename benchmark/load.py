@@ -6,8 +6,9 @@
     python3 benchmark/load.py triton localhost:8001 --closed 1,8,64
 
 Closed loop: N requests at once, and when all have ended again, until --streams have been measured. Open loop: Poisson
-arrivals for --seconds, sent when they are due whatever the engine does, and counted from then. Before each row a short
-iteration of as many streams at once is thrown away.
+arrivals for --seconds, sent when they are due whatever the engine does, and counted from then. Burst: N requests at
+once beside 32 streams that began half a second before and make four times as much; a row for either. Before each row a
+short iteration of as many streams at once is thrown away.
 """
 
 import asyncio
@@ -26,10 +27,12 @@ from typing import Annotated
 import typer
 from drivers import Driver, Refused, Settings, make_driver
 from stream_metrics import StreamRecord, figures
+from table import load_name
 from workload import Job, Range, make_jobs, poisson_arrivals
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 WARM_UP_PATCHES = 12
+BURST_BESIDE, BURST_AFTER_S, BURST_LENGTHS = 32, 0.5, 4
 READY_TIMEOUT_S, STOP_TIMEOUT_S = 300, 30
 
 
@@ -66,6 +69,7 @@ def span(text: str) -> Range:
 
 Closed = Annotated[str, typer.Option(help="closed loop: streams at once, such as 1,8,64")]
 Rates = Annotated[str, typer.Option(help="open loop: requests a second, such as 5,10")]
+Bursts = Annotated[str, typer.Option(help="requests at once beside 32 running streams, such as 200")]
 Seconds = Annotated[float, typer.Option(min=0.1, max=3600, help="of arrivals in an open loop")]
 Characters = Annotated[str, typer.Option(help="of a text: N or LOW:HIGH")]
 Patches = Annotated[str, typer.Option(help="of 160 ms, the most a stream makes: N or LOW:HIGH")]
@@ -131,8 +135,11 @@ async def as_they_come(
     return records, time.perf_counter() - began
 
 
-async def measure_row(driver: Driver, plan: Plan, mode: str, load: float, reference_s: float) -> dict:
-    """A row of the table: `load` streams at once (mode "closed") or requests a second ("open")."""
+async def measure_rows(driver: Driver, plan: Plan, mode: str, load: float, reference_s: float) -> list[dict]:
+    """Rows of the table: of `load` streams at once ("closed"), requests a second ("open") or requests in a "burst".
+
+    Each has its name in "row" and its "load"; a burst gives one more, of the streams that were "running".
+    """
     seed = f"{plan.seed} {mode} {load} {reference_s}"  # so every engine gets the same requests, and no row another's
 
     def jobs(count: int, what: str, patches: Range = plan.patches) -> list[Job]:
@@ -141,21 +148,32 @@ async def measure_row(driver: Driver, plan: Plan, mode: str, load: float, refere
     warm_up = Range(min(WARM_UP_PATCHES, plan.patches.low), min(WARM_UP_PATCHES, plan.patches.high))
     await at_once(driver, jobs(math.ceil(load), "warm-up", warm_up), plan.timeout_s)
     cached_before = driver.cached_tokens
+    groups: dict[tuple[str, float], list[StreamRecord]] = {}
     if mode == "closed":
         records, wall_s = [], 0.0
         for iteration in range(math.ceil(plan.streams / load)):
             more, seconds = await at_once(driver, jobs(int(load), str(iteration)), plan.timeout_s)
             records += more
             wall_s += seconds
-    else:
+        groups["closed", load] = records
+    elif mode == "open":
         times = poisson_arrivals(load, plan.seconds, f"{seed} arrivals")
-        records, wall_s = await as_they_come(driver, jobs(len(times), "open"), times, plan.timeout_s)
-    row = figures(records, wall_s)
-    row["cached_tokens"] = None if cached_before is None else driver.cached_tokens - cached_before
-    row["gpu_memory_mib"] = gpu_memory_mib()
-    if messages := sorted({record.message for record in records if record.failure}):
-        row["first_failure"] = messages[0][:300]
-    return row
+        groups["open", load], wall_s = await as_they_come(driver, jobs(len(times), "open"), times, plan.timeout_s)
+    else:
+        long = Range(BURST_LENGTHS * plan.patches.low, BURST_LENGTHS * plan.patches.high)
+        both = jobs(BURST_BESIDE, "running", long) + jobs(int(load), "burst")
+        times = [0.0] * BURST_BESIDE + [BURST_AFTER_S] * int(load)
+        records, wall_s = await as_they_come(driver, both, times, plan.timeout_s)
+        groups = {("running", BURST_BESIDE): records[:BURST_BESIDE], ("burst", load): records[BURST_BESIDE:]}
+    rows = []
+    for (name, its_load), records in groups.items():
+        row = {"row": name, "load": its_load, "reference_s": reference_s, **figures(records, wall_s)}
+        row["cached_tokens"] = None if cached_before is None else driver.cached_tokens - cached_before
+        row["gpu_memory_mib"] = gpu_memory_mib()
+        if messages := sorted({record.message for record in records if record.failure}):
+            row["first_failure"] = messages[0][:300]
+        rows.append(row)
+    return rows
 
 
 def gpu_memory_mib() -> int | None:
@@ -200,11 +218,9 @@ async def run(
     print(f"{common['engine']}: ready after {ready_s:.1f} s, {len(rows)} rows", flush=True)
     try:
         for mode, load, reference_s in rows:
-            row = await measure_row(driver, plan, mode, load, reference_s)
-            write({"row": mode, **common, "load": load, "reference_s": reference_s, **row})
-            what = f"{load:g} at once" if mode == "closed" else f"{load:g} a second"
-            reference = f", {reference_s:g} s reference" if reference_s else ""
-            print(f"{common['engine']}: {what}{reference}: {summary(row)}", flush=True)
+            for row in await measure_rows(driver, plan, mode, load, reference_s):
+                write({**common, **row})
+                print(f"{common['engine']}: {load_name(row)}: {summary(row)}", flush=True)
     finally:
         await _stop(driver.stop())
 
@@ -223,6 +239,7 @@ def main(
     target: Annotated[str, typer.Argument(help="a checkpoint directory; for triton host:port of its gRPC")],
     closed: Closed = "",
     rates: Rates = "",
+    bursts: Bursts = "",
     seconds: Seconds = 10,
     characters: Characters = "14",
     patches: Patches = "48",
@@ -237,9 +254,10 @@ def main(
 ) -> None:
     """Put one engine under load and say what its callers notice."""
     loads = [("closed", float(n)) for n in counts(closed)] + [("open", rate) for rate in numbers(rates) if rate > 0]
+    loads += [("burst", float(n)) for n in counts(bursts)]
     rows = [(mode, load, reference_s) for reference_s in numbers(references) for mode, load in loads]
     if not rows:
-        raise typer.BadParameter("nothing to measure: give --closed or --rates, and --references")
+        raise typer.BadParameter("nothing to measure: give --closed, --rates or --bursts, and --references")
     plan = Plan(span(characters), span(patches), seconds, streams, timeout, seed)
     common = {
         "engine": f"{engine.value}-offline" if offline else engine.value,

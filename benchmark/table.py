@@ -9,7 +9,15 @@ COLUMNS = {
     "gap ms": "gap_ms_max",
     "audio s/s": "audio_s_per_s",
 }
+LOADS = {"closed": "at once", "open": "a second", "running": "running", "burst": "in a burst"}
+"""What a row of each name is a row of."""
 _WIDTH = 9
+
+
+def load_name(row: dict) -> str:
+    """What an engine was under in this row, such as "8 at once" or "20 a second ref 10"."""
+    reference = f" ref {row['reference_s']:g}" if row["reference_s"] else ""
+    return f"{row['load']:g} {LOADS[row['row']]}{reference}"
 
 
 def table(rows: list[dict], engines: list[str]) -> str:
@@ -29,24 +37,22 @@ def table(rows: list[dict], engines: list[str]) -> str:
             lines.append(f"{row['engine']}: ready after {row['ready_s']} s")
         elif row["row"] == "failed":
             lines.append(f"{row['engine']}: FAILED, {row['error']}")
-    measured: dict[tuple, dict[str, dict]] = {}
+    measured: dict[str, dict[str, dict]] = {}
     for row in rows:
-        if row["row"] in ("closed", "open"):
-            measured.setdefault((row["row"], row["load"], row["reference_s"]), {})[row["engine"]] = row
+        if row["row"] in LOADS:
+            measured.setdefault(load_name(row), {})[row["engine"]] = row
     titles = "".join(title.rjust(_WIDTH + 1) for title in [*COLUMNS, "underrun", "failed"])
-    lines += ["", f"{'load':18}{'engine':15}{titles}"]
-    for (mode, load, reference_s), by_engine in measured.items():
-        name = f"{load:g} at once" if mode == "closed" else f"{load:g} a second"
-        name += f" ref {reference_s:g}" if reference_s else ""
+    lines += ["", f"{'load':22}{'engine':15}{titles}"]
+    for name, by_engine in measured.items():
         for engine in engines:
             if engine not in by_engine:
                 continue
             row = by_engine[engine]
-            lines.append(f"{name:18}{engine:15}{_figures(row)}")
+            lines.append(f"{name:22}{engine:15}{_figures(row)}")
             name = ""
             if engine != engines[0] and engines[0] in by_engine:
                 ratios = _ratios(row, by_engine[engines[0]])
-                lines.append(f"{'':18}{'x ' + engines[0]:15}{ratios}".rstrip())
+                lines.append(f"{'':22}{'x ' + engines[0]:15}{ratios}".rstrip())
     return "\n".join(lines)
 
 

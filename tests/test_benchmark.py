@@ -159,7 +159,8 @@ def test_a_closed_loop_discards_its_warm_up_and_counts_failures():
     faults = {1: RuntimeError("warm-up"), 4: drivers.Refused("UNAVAILABLE: full"), 6: ValueError("bad"), 9: None}
     driver = Scripted(faults)
     plan = load.Plan(Range(14, 14), Range(2, 2), seconds=1, streams=8, timeout_s=0.5, seed=0)
-    row = asyncio.run(load.measure_row(driver, plan, "closed", 4, 0))
+    (row,) = asyncio.run(load.measure_rows(driver, plan, "closed", 4, 0))
+    assert (row["row"], row["load"]) == ("closed", 4)
     assert len(set(driver.texts)) == len(driver.texts) == 4 + 8
     assert (row["streams"], row["refused"], row["errors"], row["timeouts"]) == (8, 1, 1, 1)
     assert driver.given_up == 1
@@ -174,10 +175,20 @@ def test_an_open_loop_does_not_wait_for_the_engine():
     driver = Scripted({})
     plan = load.Plan(Range(14, 14), Range(2, 2), seconds=1, streams=8, timeout_s=5, seed=0)
     arrivals = poisson_arrivals(40, 1, "0 open 40 0 arrivals")
-    row = asyncio.run(load.measure_row(driver, plan, "open", 40, 0))
+    (row,) = asyncio.run(load.measure_rows(driver, plan, "open", 40, 0))
     assert row["streams"] == len(arrivals)
     assert row["wall_s"] == pytest.approx(arrivals[-1] + 0.02, abs=0.1)
     assert row["refused"] == row["errors"] == row["timeouts"] == row["underrun"] == 0
+
+
+def test_a_burst_is_told_apart_from_the_streams_beside_it():
+    driver = Scripted({number: drivers.Refused("UNAVAILABLE: full") for number in range(5 + 32, 5 + 32 + 5)})
+    plan = load.Plan(Range(14, 14), Range(2, 2), seconds=1, streams=8, timeout_s=5, seed=0)
+    running, burst = asyncio.run(load.measure_rows(driver, plan, "burst", 5, 0))
+    assert (running["row"], running["load"], running["streams"], running["refused"]) == ("running", 32, 32, 0)
+    assert (burst["row"], burst["load"], burst["streams"], burst["refused"]) == ("burst", 5, 5, 5)
+    assert (running["underrun"], burst["underrun"]) == (0, 1)
+    assert running["wall_s"] == burst["wall_s"] >= load.BURST_AFTER_S
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
