@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import av
 import numpy as np
 import soundfile
 
@@ -88,6 +87,8 @@ def _blocks(file: soundfile.SoundFile, limit: int) -> Iterator[np.ndarray]:
 
 def _read_by_ffmpeg(data: bytes, format: str, max_seconds: float) -> Recording:
     """A flac or mp3 file that does not say how long it is."""
+    import av  # large, and few files need it
+
     to_float = av.AudioResampler(format="fltp")
     blocks, done, broken = [_NOTHING], 0, 0
     try:
