@@ -24,6 +24,8 @@ def plot(rows: list[dict], engines: list[str], path: Path) -> None:
             _line(underrun, arrivals, "underrun", 100, label=label, **style)
             _line(throughput, [row for row in own if row["row"] == "closed"], "audio_s_per_s", 1, label=label, **style)
     ttfb.set(title="Time to first audio", xlabel="requests a second", ylabel="ms", yscale="log")
+    ttfb.yaxis.set_major_formatter("{x:g}")
+    ttfb.yaxis.set_minor_formatter("{x:g}")
     underrun.set(title="Streams that ran dry or failed", xlabel="requests a second", ylabel="%", ylim=(-3, 103))
     throughput.set(title="Throughput", xlabel="streams at once", ylabel="seconds of audio a second")
     throughput.set_xscale("log", base=2)
