@@ -26,17 +26,21 @@ def stream(client: tritonclient.grpc.InferenceServerClient, fields: dict[str, st
         inputs[-1].set_data_from_numpy(np.array([value.encode() if isinstance(value, str) else value], dtype))
     responses = queue.Queue()
     client.start_stream(lambda result, error: responses.put(error or result))
+    ended = False
     try:
         client.async_stream_infer("voxcpm2", inputs)
         while True:
             response = responses.get(timeout=LONGEST_SILENCE_S)
             if isinstance(response, Exception):
+                ended = True
                 raise response
+            ended = response.as_numpy("finish_reason") is not None  # only the last one has it
             yield response
-            if response.as_numpy("finish_reason") is not None:  # only the last one has it
+            if ended:
                 return
     finally:
-        client.stop_stream(cancel_requests=True)
+        # Not after the end: Triton 2.51 never frees a request that is cancelled then, nor unloads its model.
+        client.stop_stream(cancel_requests=not ended)
 
 
 def main() -> None:
