@@ -22,6 +22,7 @@ class _Kind:
     sample_format: str
     bit_rate: int | None = None
     muxer_options: dict[str, str] = dataclasses.field(default_factory=dict)
+    codec_options: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 _KINDS = {
@@ -30,7 +31,7 @@ _KINDS = {
     # Below 16 kHz the format ends at 64 kbit/s, and that is what LAME takes then.
     "mp3": _Kind("mp3", "libmp3lame", "fltp", 128_000, {"id3v2_version": "0"}),
     # A page for each packet of 20 ms: the muxer holds a page back, by default a second of audio.
-    "opus": _Kind("ogg", "libopus", "flt", 64_000, {"page_duration": "20000"}),
+    "opus": _Kind("ogg", "libopus", "flt", 64_000, {"page_duration": "20000"}, {"vbr": "constrained"}),
 }
 
 
@@ -55,7 +56,9 @@ class FileEncoder:
         if name == "mp3" and not whole:
             options["write_xing"] = "0"
         self._container = av.open(self._sink, "w", format=kind.container, options=options)
-        codec_options = {"frame_size": str(int(rate / _FLAC_BLOCKS_A_SECOND))} if name == "flac" else {}
+        codec_options = dict(kind.codec_options)
+        if name == "flac":
+            codec_options["frame_size"] = str(int(rate / _FLAC_BLOCKS_A_SECOND))
         self._stream = self._container.add_stream(kind.codec, rate=rate, layout="mono", options=codec_options)
         self._stream.format = kind.sample_format
         if kind.bit_rate is not None:

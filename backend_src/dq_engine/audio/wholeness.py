@@ -22,7 +22,7 @@ def check_wav(data: bytes, field: str) -> None:
         if name == b"data":
             if size == 0xFFFFFFFF and long_size is not None:
                 size = long_size
-            elif size == 0 or size >= _UNKNOWN_FROM:
+            elif size >= _UNKNOWN_FROM:
                 return
             if start + size > len(data):
                 there = len(data) - start
