@@ -83,7 +83,8 @@ def _blocks(file: soundfile.SoundFile, limit: int) -> Iterator[np.ndarray]:
             return
         done += len(block)
         with np.errstate(invalid="ignore", over="ignore"):  # samples that are not finite are the caller's to refuse
-            yield block.mean(axis=1)
+            mono = block.mean(axis=1)
+        yield mono
 
 
 def _read_by_ffmpeg(data: bytes, format: str, max_seconds: float) -> Recording:
