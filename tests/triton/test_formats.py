@@ -13,8 +13,7 @@ from talk import TEXT, Talk, samples, speak
 
 FIELDS = {"text": TEXT, "seed": 3, "max_generate_length": 8}
 RAW = {"pcm16": "PCM_16", "mulaw": "ULAW", "alaw": "ALAW"}
-SNR_DB = {"pcm16": 70, "wav": 70, "mulaw": 30, "alaw": 30, "flac": 70, "mp3": 12, "opus": 6}
-"""The small model is hoarse, and what is like noise costs a codec most."""
+SNR_DB = {"pcm16": 76, "wav": 76, "mulaw": 36, "alaw": 36, "flac": 76, "mp3": 22, "opus": 16}
 LAME_DELAY = 1_105
 
 
