@@ -135,8 +135,8 @@ class EngineLoop:
             message = f"waited {self._queue_timeout_s:g} s for a free slot (queue_timeout_s)"
             self._end(sequence, Chunk(_NOTHING, error=RequestError("UNAVAILABLE", message)))
         plan = self._pacer.plan(self.scheduler.running, now)
-        for sequence in self.scheduler.admit(plan.admissions):
-            self._start(sequence, now)
+        if admitted := self.scheduler.admit(plan.admissions):
+            self._start(admitted, now)
         while self.scheduler.short_of_blocks():
             if self._in_flight:  # what is under way may end a stream, and what was generated must be known
                 self._collect(*self._in_flight.popleft())
@@ -151,17 +151,19 @@ class EngineLoop:
         late = itertools.takewhile(lambda s: s.admitted or s.arrival < limit, self.scheduler.waiting)
         return [sequence for sequence in late if not sequence.admitted]
 
-    def _start(self, sequence: Sequence, now: float) -> None:
-        """Set up the slot of a sequence that was admitted."""
-        if not sequence.admitted:
-            sequence.admitted, sequence.cached_tokens = now, sequence.prefilled
-            self.counters["cached_tokens"] += sequence.cached_tokens
-        self._runner.start(sequence)
-        if sequence.vae_state is None:
-            self._vae.start(sequence.slot, sequence.vae_context)
-        else:
-            self._vae.restore(sequence.slot, sequence.vae_state)
-            sequence.vae_state = None
+    def _start(self, sequences: list[Sequence], now: float) -> None:
+        """Set up the slots of sequences that were admitted."""
+        for sequence in sequences:
+            if not sequence.admitted:
+                sequence.admitted, sequence.cached_tokens = now, sequence.prefilled
+                self.counters["cached_tokens"] += sequence.cached_tokens
+        self._runner.start(sequences)
+        if fresh := {s.slot: s.vae_context for s in sequences if s.vae_state is None}:
+            self._vae.start(fresh)
+        for sequence in sequences:
+            if sequence.vae_state is not None:
+                self._vae.restore(sequence.slot, sequence.vae_state)
+                sequence.vae_state = None
 
     def _save(self, sequence: Sequence) -> None:
         sequence.rewind(self._runner.block_size, self._vae.save(sequence.slot))

@@ -111,18 +111,24 @@ class Runner:
         return self._decode_graphs.seconds
 
     @torch.inference_mode()
-    def start(self, sequence: Sequence) -> None:
-        """Put the state of a sequence that was admitted, or is back after a preemption, into its slot."""
-        slot = sequence.slot
-        self.steps[slot] = sequence.generated
+    def start(self, sequences: list[Sequence]) -> None:
+        """Put the state of sequences that were admitted, or are back after a preemption, into their slots."""
+        slots = self._to_device(np.array([s.slot for s in sequences], np.int64))
         # The patch that comes out of the prompt is fed back, after the prompt, at the step after it.
-        self.offset[slot] = sequence.prompt_length - (sequence.generated + 1)
-        self.seeds[slot] = sequence.seed
-        self.cfg_value[slot] = sequence.cfg_value
-        self.temperature[slot] = sequence.temperature
-        self.block_tables[slot, : len(sequence.blocks)] = self._to_device(np.array(sequence.blocks, np.int32))
-        last_patch = sequence.last_patch
-        self.condition[slot] = 0 if last_patch is None else self._to_device(last_patch).to(self.dtype)
+        numbers = [(s.generated, s.prompt_length - (s.generated + 1), s.seed) for s in sequences]
+        steps, offsets, seeds = self._to_device(np.array(numbers, np.int64)).unbind(1)
+        self.steps[slots], self.offset[slots], self.seeds[slots] = steps, offsets, seeds
+        scales = np.array([(s.cfg_value, s.temperature) for s in sequences], np.float32)
+        cfg_value, temperature = self._to_device(scales).unbind(1)
+        self.cfg_value[slots], self.temperature[slots] = cfg_value.to(self.dtype), temperature
+        tables = np.zeros((len(sequences), max(len(s.blocks) for s in sequences)), np.int32)
+        patches = np.zeros((len(sequences), self.patch_size, self.feat_dim), np.float32)
+        for row, sequence in enumerate(sequences):
+            tables[row, : len(sequence.blocks)] = sequence.blocks
+            if sequence.last_patch is not None:
+                patches[row] = sequence.last_patch
+        self.block_tables[slots, : tables.shape[1]] = self._to_device(tables)
+        self.condition[slots] = self._to_device(patches).to(self.dtype)
 
     @torch.inference_mode()
     def run(self, step: Step) -> StepOutput | None:

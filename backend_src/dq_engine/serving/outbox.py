@@ -39,13 +39,15 @@ class OutgoingStream:
         self.samples: list[np.ndarray] = []
         self.last: Chunk | None = None
         self.in_line = False
+        self.first_sent = False
 
 
 class Outbox:
     """Takes chunks on the engine's delivery thread and never blocks it; sends messages from a thread of its own.
 
-    Whatever a stream has gathered when its turn comes goes out as one message, so chunks grow where the supervisor is
-    slow. Samples are joined before they are encoded: encoded pieces (base64, say) cannot always be.
+    A stream's first chunk goes out by itself; then whatever it has gathered when its turn comes is one message, so
+    chunks grow where the supervisor is slow. Samples are joined before they are encoded: encoded pieces (base64, say)
+    cannot always be.
 
     Args:
         send: sends one message; may block for as long as the receiver is busy.
@@ -104,11 +106,19 @@ class Outbox:
                     return
                 item = self._line.popleft()
                 if isinstance(item, OutgoingStream):
-                    item.in_line = False
-                    samples, item.samples = item.samples, []
-                    self._waiting_bytes -= sum(piece.nbytes for piece in samples)
-                    last = item.last
+                    samples, last = self._take(item)
             self._send(self._message(item, samples, last) if isinstance(item, OutgoingStream) else item)
+
+    def _take(self, stream: OutgoingStream) -> tuple[list[np.ndarray], Chunk | None]:
+        """What a stream's next message holds: all that waits, but the first chunk by itself."""
+        count = 1 if not stream.first_sent and not stream.whole and len(stream.samples) > 1 else len(stream.samples)
+        samples, stream.samples = stream.samples[:count], stream.samples[count:]
+        stream.first_sent = True
+        stream.in_line = bool(stream.samples)
+        if stream.in_line:
+            self._line.append(stream)
+        self._waiting_bytes -= sum(piece.nbytes for piece in samples)
+        return samples, None if stream.in_line else stream.last
 
     def _message(self, stream: OutgoingStream, samples: list[np.ndarray], last: Chunk | None) -> StreamMessage:
         if last is not None and last.error is not None:

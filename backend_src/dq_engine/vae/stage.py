@@ -75,13 +75,14 @@ class VaeStage:
         with self._on_stream():
             self.decoder.restore(slot, state)
 
-    def start(self, slot: int, context: np.ndarray | None) -> None:
-        """Begin a stream in a slot, after decoding (and dropping) `context`, float32 [frames, feat_dim]."""
+    def start(self, contexts: dict[int, np.ndarray | None]) -> None:
+        """Begin streams in slots, each after decoding (and dropping) its context, float32 [frames, feat_dim]."""
         with self._on_stream():
-            slots = torch.tensor([slot], device=self.device)
-            self.decoder.reset(slots)
-            if context is not None:
-                self.decoder.decode(torch.from_numpy(context).to(self.device, self.dtype)[None], slots)
+            self.decoder.reset(torch.tensor(list(contexts), device=self.device))
+            for slot, context in contexts.items():
+                if context is not None:
+                    latents = torch.from_numpy(context).to(self.device, self.dtype)[None]
+                    self.decoder.decode(latents, torch.tensor([slot], device=self.device))
 
     def decode(self, slots: torch.Tensor, latents: torch.Tensor) -> DecodedStep:
         """Decode the next patch of each stream.
