@@ -122,14 +122,15 @@ async def responses(client: aioclient.InferenceServerClient, fields: dict) -> li
         Answer: the server answered with an error.
         AssertionError: something came after the last response, or nothing was the last.
     """
-    results, error = [], None
+    results, failure = [], None
     async for result, error in start(client, fields):
+        assert failure is None, "a response after the error"
         assert not results or not _is_final(results[-1]), "a response after the final one"
-        if error is not None:
-            break
-        results.append(result)
-    if error is not None:
-        raise Answer(error.message())
+        if error is None:
+            results.append(result)
+        failure = error
+    if failure is not None:
+        raise Answer(failure.message())
     assert results and _is_final(results[-1]), f"{len(results)} responses and no final one"
     return results
 
@@ -252,15 +253,17 @@ class StormClient:
     async def _leave(self) -> None:
         stream = start(self._client, {**self._draw(), "min_generate_length": 1})
         leaving = asyncio.get_running_loop().call_later(self._patience(), stream.cancel)
+        failure = None
         try:
             async for _, error in stream:
-                if error is not None:
-                    raise Answer(error.message())
+                failure = failure or error
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():  # by wait_for
                 raise
         finally:
             leaving.cancel()
+        if failure is not None:
+            raise Answer(failure.message())
 
     async def _good_over_http(self) -> None:
         fields = {"text": self._random.choice(TEXTS), "max_generate_length": self._random.randint(1, 20)}

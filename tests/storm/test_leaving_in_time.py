@@ -1,9 +1,8 @@
 """How soon the engine hears of clients that leave, and how soon their slots and blocks are free.
 
 The engine worker itself notes when it hears of a client that left and when the stream's slot is free, with the number
-of steps that had been run (see injected/sitecustomize.py); its clock is the test's. So what is measured is exact, but the
-way back to the client is not part of it, and on a busy machine the times hold the wait for a core: they are asserted of
-the middle one of several clients.
+of steps that had been run (see injected/sitecustomize.py); its clock is the test's. So what is measured is exact. On a
+busy machine the times hold the wait for a core as well: they are asserted of the middle one of several clients.
 """
 
 import contextlib
