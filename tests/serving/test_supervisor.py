@@ -154,6 +154,19 @@ def test_a_killed_worker_fails_its_streams_within_a_second_and_comes_back(superv
     assert isinstance(Collector(supervisor, Request(text=TEXT)).rest()[-1][1], Finished)
 
 
+def test_a_worker_that_hangs_is_replaced(supervisor, monkeypatch):
+    """Stopped in the middle of everything, it can neither speak nor send a heartbeat."""
+    collector = Collector(supervisor, long_request())
+    collector.next()
+    (pid,) = _worker_pids()
+    monkeypatch.setattr("dq_engine.serving.supervisor.SILENCE_S", 3.0)
+    os.kill(pid, signal.SIGSTOP)
+    *_, (_, last) = collector.rest()
+    assert isinstance(last, Failed) and last.code == "INTERNAL"
+    wait_until(lambda: _is_ready(supervisor), 60, "a new worker")
+    assert _worker_pids() != [pid]
+
+
 def test_sigterm_to_a_worker_ends_its_streams_in_order(supervisor):
     wait_until(lambda: _is_ready(supervisor), 40, "a worker")
     stream = Collector(supervisor, long_request())

@@ -38,6 +38,8 @@ RESTART_DELAYS_S = (0.2, 1.0, 5.0, 15.0, 60.0)
 """Wait before the first, second, ... restart in a row; the last is used from then on."""
 STABLE_S = 60.0
 """A worker that has served this long starts again with the first delay."""
+SILENCE_S = 30.0
+"""A worker that serves and says nothing for this long, not even a heartbeat, hangs and is killed."""
 STOP_S = 2.0
 PROGRESS_LOG_S = 2.0
 
@@ -55,6 +57,7 @@ class _Slot:
     worker: WorkerProcess | None = None
     failures: int = 0
     ready_since: float = 0.0
+    heard_at: float = 0.0
     restart_at: float = 0.0
     logged_stage: str = ""
     logged_at: float = 0.0
@@ -198,9 +201,14 @@ class Supervisor:
             if slot.worker.pidfd in events:
                 self._receive(slot)  # what it said before it died
                 self._end_worker(slot)
+            elif slot.worker.ready and time.monotonic() >= slot.heard_at + SILENCE_S:
+                logger.error("worker %d has said nothing for %g s and is killed", slot.index, SILENCE_S)
+                slot.worker.process.kill()  # its end is the next event
+                slot.heard_at = time.monotonic()
 
     def _poll_timeout_ms(self) -> float | None:
         times = [slot.restart_at for slot in self._slots if slot.worker is None and self._stop_at is None]
+        times += [slot.heard_at + SILENCE_S for slot in self._slots if slot.worker is not None and slot.worker.ready]
         if self._stop_at is not None:
             times.append(self._stop_at)
         return max(0.0, 1e3 * (min(times) - time.monotonic())) if times else None
@@ -229,6 +237,7 @@ class Supervisor:
             except zmq.Again:
                 return
             message = decode_from_worker(data)
+            slot.heard_at = time.monotonic()
             if isinstance(message, Audio | Finished | Failed):
                 slot.worker.deliver(message, last=not isinstance(message, Audio))
             elif isinstance(message, Heartbeat):
