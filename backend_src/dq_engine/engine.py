@@ -116,7 +116,11 @@ class DqCoreEngine:
                 raise RequestError("UNAVAILABLE", f"the queue is full ({self.config.queue_size} requests wait)")
             self._accepted.add(stream)
         if sequence is None:
-            self._encode.submit(request, lambda result: self._encoded(result, stream, seed))
+            try:
+                self._encode.submit(request, lambda result: self._encoded(result, stream, seed))
+            except RequestError:
+                self._forget(stream)
+                raise
         elif (closed := self._loop.add(sequence)) is not None:
             self._refuse(stream, closed)
         return stream

@@ -220,3 +220,14 @@ def test_a_step_that_hangs_is_noticed(path, monkeypatch):
         release.set()
         assert hear(stream).finish_reason == "length"
         assert not engine.snapshot()["stalled"]
+
+
+def test_recordings_that_wait_are_bounded_in_bytes(path, monkeypatch):
+    monkeypatch.setattr("dq_engine.audio.encode_stage.MAX_WAITING_BYTES", 1000)
+    with DqCoreEngine(EngineConfig(model=str(path), threads=1, max_num_seqs=1)) as engine:
+        with pytest.raises(Exception, match="^UNAVAILABLE: recordings of 0 MiB wait to be encoded"):
+            engine.submit(Request(text="a", reference_audio=bytes(1001)))
+        assert engine.snapshot()["queued"] == 0
+        with pytest.raises(Exception, match="^INVALID_ARG: reference_audio"):
+            list(engine.submit(Request(text="a", reference_audio=bytes(1000))))
+        assert engine._encode._waiting_bytes == 0

@@ -16,6 +16,8 @@ from dq_engine.vae.encoder import VaeEncoder
 logger = logging.getLogger(__name__)
 
 _MAX_BATCH = 8
+MAX_WAITING_BYTES = 1 << 30
+"""Audio files that may wait here, all requests together."""
 
 
 @dataclasses.dataclass
@@ -23,6 +25,11 @@ class _Job:
     request: Request
     done: Callable[[Request | RequestError], None]
     recordings: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Bytes of its files."""
+        return len(self.request.prompt_audio or b"") + len(self.request.reference_audio or b"")
 
 
 class EncodeStage:
@@ -35,16 +42,27 @@ class EncodeStage:
     def __init__(self, encoder: VaeEncoder) -> None:
         self.encoder = encoder
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._waiting_bytes = 0
         self._thread = threading.Thread(target=self._run, name="dq-encode", daemon=True)
         self._thread.start()
 
     def submit(self, request: Request, done: Callable[[Request | RequestError], None]) -> None:
-        """Encode what `request` brings as audio; the engine bounds how many wait.
+        """Encode what `request` brings as audio.
 
         Args:
             done: called on the stage's thread with the request, audio replaced by latents, or with what is wrong.
+
+        Raises:
+            RequestError: UNAVAILABLE, MAX_WAITING_BYTES of audio wait already.
         """
-        self._jobs.put(_Job(request, done))
+        job = _Job(request, done)
+        with self._lock:
+            if self._waiting_bytes + job.size > MAX_WAITING_BYTES:
+                limit = MAX_WAITING_BYTES >> 20
+                raise RequestError("UNAVAILABLE", f"recordings of {limit} MiB wait to be encoded; try again later")
+            self._waiting_bytes += job.size
+        self._jobs.put(job)
 
     def stop(self) -> None:
         """End the thread; jobs that wait are forgotten."""
@@ -59,6 +77,8 @@ class EncodeStage:
                 if job is None:
                     return
                 batch.append(job)
+            with self._lock:
+                self._waiting_bytes -= sum(job.size for job in batch)
             self._encode([job for job in batch if self._decode(job)])
 
     def _decode(self, job: _Job) -> bool:
