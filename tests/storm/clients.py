@@ -252,13 +252,20 @@ class StormClient:
 
     async def _leave(self) -> None:
         stream = start(self._client, {**self._draw(), "min_generate_length": 1})
-        leaving = asyncio.get_running_loop().call_later(self._patience(), stream.cancel)
+        left = False
+
+        def leave() -> None:
+            nonlocal left
+            left = True
+            stream.cancel()
+
+        leaving = asyncio.get_running_loop().call_later(self._patience(), leave)
         failure = None
         try:
             async for _, error in stream:
                 failure = failure or error
         except asyncio.CancelledError:
-            if asyncio.current_task().cancelling():  # by wait_for
+            if not left:  # it is wait_for's
                 raise
         finally:
             leaving.cancel()
