@@ -70,22 +70,32 @@ class Delivery:
         except Exception as error:  # the device failed after the launch
             logger.exception("a decoded step did not arrive")
             for item in rows:
-                self._first_chunk.pop(item.sequence, None)
-                self._call(
-                    item.sequence, Chunk(_NOTHING, error=RequestError("INTERNAL", f"the device failed: {error}"))
-                )
+                self._break_off(item.sequence, f"the device failed: {error}")
             return
         now = time.monotonic()
         for item in rows:
-            sequence, samples = item.sequence, audio[item.row]
-            self._first_chunk.setdefault(sequence, now)
-            if item.finish_reason is None:
-                self._call(sequence, Chunk(samples))
-                continue
-            stats = self._stats(sequence, samples.size)
-            latents = np.concatenate(sequence.latents) if sequence.return_latents else None
-            self._first_chunk.pop(sequence, None)
-            self._call(sequence, Chunk(samples, finish_reason=item.finish_reason, stats=stats, latents=latents))
+            try:
+                self._deliver_row(item, audio[item.row], now)
+            except Exception as error:  # no memory for the latents, say; the thread must live on for the others
+                logger.exception("delivering a chunk failed")
+                self._break_off(item.sequence, f"delivering the audio failed: {error}")
+
+    def _deliver_row(self, item: Delivered, samples: np.ndarray, now: float) -> None:
+        sequence = item.sequence
+        self._first_chunk.setdefault(sequence, now)
+        if item.finish_reason is None:
+            self._call(sequence, Chunk(samples))
+            return
+        stats = self._stats(sequence, samples.size)
+        latents = np.concatenate(sequence.latents) if sequence.return_latents else None
+        self._first_chunk.pop(sequence, None)
+        self._call(sequence, Chunk(samples, finish_reason=item.finish_reason, stats=stats, latents=latents))
+
+    def _break_off(self, sequence: Sequence, message: str) -> None:
+        """End a stream with an error, and have nothing more generated for it."""
+        self._first_chunk.pop(sequence, None)
+        self._call(sequence, Chunk(_NOTHING, error=RequestError("INTERNAL", message)))
+        sequence.stream.cancel()
 
     def _stats(self, sequence: Sequence, patch_samples: int) -> dict:
         return {

@@ -231,3 +231,23 @@ def test_recordings_that_wait_are_bounded_in_bytes(path, monkeypatch):
         with pytest.raises(Exception, match="^INVALID_ARG: reference_audio"):
             list(engine.submit(Request(text="a", reference_audio=bytes(1000))))
         assert engine._encode._waiting_bytes == 0
+
+
+def test_a_chunk_that_cannot_be_delivered_ends_only_its_stream(path, monkeypatch):
+    with DqCoreEngine(EngineConfig(model=str(path), threads=1, max_num_seqs=4, realtime=False)) as engine:
+        delivery = engine._delivery
+        deliver_row = delivery._deliver_row
+
+        def faulty(item, samples, now):
+            if item.sequence.seed == 666:
+                raise MemoryError("no room")
+            deliver_row(item, samples, now)
+
+        monkeypatch.setattr(delivery, "_deliver_row", faulty)
+        good = engine.submit(Request(text="a", seed=1, max_generate_length=30))
+        bad = engine.submit(Request(text="a", seed=666, min_generate_length=400, max_generate_length=400))
+        with pytest.raises(Exception, match="^INTERNAL: delivering the audio failed: no room"):
+            list(bad)
+        assert hear(good).finish_reason in ("stop", "length")
+        assert hear(engine.submit(Request(text="a", seed=2, max_generate_length=5))).stats["patches"] == 5
+        assert engine.snapshot()["active"] == engine.snapshot()["queued"] == 0, "nothing more is made for it"

@@ -125,8 +125,8 @@ class Outbox:
             return Failed(stream.id, last.error.code, last.error.message)
         if last is not None and last.finish_reason == "cancelled":
             return Failed(stream.id, "CANCELLED", "the client left")
-        joined = samples[0] if len(samples) == 1 else np.concatenate([_NOTHING, *samples])
         try:
+            joined = samples[0] if len(samples) == 1 else np.concatenate([_NOTHING, *samples])
             audio = stream.encoder.encode(joined) if last is None else stream.encoder.finish(joined)
         except Exception as error:  # of the libraries that encode; one stream's trouble, not the worker's
             logger.exception("encoding stream %d failed", stream.id)

@@ -89,7 +89,7 @@ class Supervisor:
         on_heartbeat: Callable[[int, dict | None], None] = lambda index, snapshot: None,
     ) -> None:
         self._slots = [_Slot(index, config) for index, config in enumerate(configs)]
-        self._on_heartbeat = on_heartbeat
+        self._heartbeat_callback = on_heartbeat
         self._ids = itertools.count(1)
         self._started = threading.Condition()
         self._serving = False
@@ -253,6 +253,12 @@ class Supervisor:
                     with self._started:
                         self._serving = True
                         self._started.notify_all()
+
+    def _on_heartbeat(self, index: int, snapshot: dict | None) -> None:
+        try:
+            self._heartbeat_callback(index, snapshot)
+        except Exception:  # a metric that could not be set must not end the thread that answers everybody
+            logger.exception("a heartbeat of worker %d was not taken", index)
 
     def _end_worker(self, slot: _Slot) -> None:
         """A worker's process has ended, or must: answer its streams, then clean up and plan its restart."""
