@@ -95,7 +95,7 @@ def _weather(server: ObservedServer, seconds: float, warm_up_s: float, growth_mi
     assert (server.folder / "killed.log").read_text() == ""
     kinds = {"good", "known", "bad", "leave", "good_over_http", "drop_http"}
     assert kinds <= findings.counts.keys()
-    assert killer.killed >= seconds // KILL_EVERY_S - 2
+    assert killer.killed >= seconds // KILL_EVERY_S / 2, "a loaded machine kills more slowly, but it kills"
 
     wait_until(lambda: is_idle(server.next_snapshot()), 120, "nobody speaks")
     snapshot = server.snapshot()

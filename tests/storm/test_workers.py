@@ -56,7 +56,8 @@ async def _ends(process: psutil.Process) -> float:
 
 def _is_served(server: ObservedServer) -> bool:
     end, _ = asyncio.run(_ask(server, {"text": "hello there", "max_generate_length": 1}))
-    assert end == "served" or end.startswith("UNAVAILABLE: "), end
+    # INTERNAL where a worker that was about to end had taken it.
+    assert end == "served" or end.startswith(("UNAVAILABLE: ", "INTERNAL: the engine worker 0 died")), end
     return end == "served"
 
 
@@ -83,6 +84,7 @@ def test_a_step_that_hangs(server):
     assert server.uses()["stub"].threads <= before.threads + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spare_mib", [0, 4, 64])
 def test_memory_that_runs_out(server, spare_mib):
     """Each request ends, in one way or another; when there is memory again, all is well."""
