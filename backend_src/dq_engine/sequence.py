@@ -81,11 +81,6 @@ class Sequence:
         return len(self.token_ids)
 
     @property
-    def max_length(self) -> int:
-        """Most tokens that will ever be in the KV cache: the last patch is not fed back."""
-        return self.prompt_tokens + self.max_patches - 1
-
-    @property
     def cache_length(self) -> int:
         """Tokens in the KV cache once everything launched so far has run: the last patch is not fed back."""
         return self.prefilled if self.prefilled < self.prompt_length else self.prompt_tokens + self.launched - 1
