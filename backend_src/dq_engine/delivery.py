@@ -38,6 +38,8 @@ class Delivery:
 
     def __init__(self, sample_rate: int) -> None:
         self.sample_rate = sample_rate
+        self.vae_seconds = 0.0
+        """Time that decoding has taken."""
         self._items: queue.Queue = queue.Queue(maxsize=_MAX_STEPS)
         self._first_chunk: dict[Sequence, float] = {}
         self._thread = threading.Thread(target=self._run, name="dq-delivery", daemon=True)
@@ -67,6 +69,7 @@ class Delivery:
     def _deliver(self, decoded: DecodedStep, rows: list[Delivered]) -> None:
         try:
             audio = decoded.wait()
+            self.vae_seconds += decoded.seconds
         except Exception as error:  # the device failed after the launch
             logger.exception("a decoded step did not arrive")
             for item in rows:

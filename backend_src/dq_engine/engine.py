@@ -70,8 +70,9 @@ class DqCoreEngine:
             self.config.max_prefill_tokens,
             self.config.max_prefill_seqs,
         )
+        self._patch_seconds = self.patch_size * checkpoint.vae.decoder_chunk_size / self.sample_rate
         pacer = Pacer(
-            self.patch_size * checkpoint.vae.decoder_chunk_size / self.sample_rate,
+            self._patch_seconds,
             self._limits.max_num_seqs,
             self.config.max_num_batched_tokens,
             self.config.realtime,
@@ -90,6 +91,8 @@ class DqCoreEngine:
         pacer.forget()  # first steps are slow: kernels are compiled, memory is taken
         for rows, seconds in parts.step_seconds.items():
             pacer.costs.observe(rows, 0, seconds)
+        self._loop.count_anew()
+        self._delivery.vae_seconds = 0.0
         progress("warm up", 1.0)
         return self
 
@@ -126,12 +129,13 @@ class DqCoreEngine:
         return stream
 
     def snapshot(self) -> dict:
-        """What the engine holds right now, and what it has done."""
+        """What the engine holds right now, and what it has done since its start (`dq_engine.metrics` names it all)."""
         scheduler, closed = self._loop.scheduler, self._loop.closed
         active = len(scheduler.running)
         return {
             "active": active,
             "queued": max(0, len(self._accepted) - active),
+            "preempted": sum(sequence.admitted > 0 for sequence in list(scheduler.waiting)),
             "slots": self._limits.max_num_seqs,
             "kv_blocks_total": scheduler.pool.num_blocks,
             "kv_blocks_free": scheduler.pool.num_available,
@@ -139,6 +143,8 @@ class DqCoreEngine:
             "max_model_len": self._limits.max_model_len,
             "closed": closed and str(closed),
             "stalled": self._loop.turn_seconds > self._limits.step_timeout_s,
+            "audio_seconds": self._patch_seconds * self._loop.counters["patches"],
+            "vae_seconds": self._delivery.vae_seconds,
             **self._loop.counters,
         }
 

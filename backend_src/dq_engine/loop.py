@@ -50,7 +50,9 @@ class EngineLoop:
     ) -> None:
         self.scheduler, self._pacer, self._runner, self._vae, self._delivery = scheduler, pacer, runner, vae, delivery
         self._queue_timeout_s, self._on_end = queue_timeout_s, on_end
-        self.counters: Counter[str] = Counter(steps=0, patches=0, prefill_tokens=0, cached_tokens=0, preemptions=0)
+        self.counters: Counter[str] = Counter()
+        """What has been done: how often, and for how many seconds (see `count_anew`)."""
+        self.count_anew()
         self._wake = threading.Condition()
         # These three are guarded by _wake.
         self._arrived: deque[Sequence] = deque()
@@ -70,6 +72,13 @@ class EngineLoop:
         """How long the loop has been at the step it is working on; 0 while it waits for work."""
         began = self._turn_began
         return 0.0 if began is None else time.monotonic() - began
+
+    def count_anew(self) -> None:
+        """Set the counters to 0, while nothing runs."""
+        for name in ("steps", "patches", "prefill_tokens", "cached_tokens", "preemptions"):
+            self.counters[name] = 0
+        for name in ("step_seconds", "prefill_seconds"):
+            self.counters[name] = 0.0
 
     def add(self, sequence: Sequence) -> RequestError | None:
         """Queue a sequence; the reason if the loop takes none any more."""
@@ -169,6 +178,7 @@ class EngineLoop:
         sequence.rewind(self._runner.block_size, self._vae.save(sequence.slot))
 
     def _launch(self, step: Step) -> None:
+        began = time.monotonic()
         try:
             output = self._runner.run(step)
         except Exception as error:
@@ -177,8 +187,15 @@ class EngineLoop:
         self.scheduler.publish(step.prefills)
         self.counters["steps"] += 1
         self.counters["prefill_tokens"] += sum(p.length for p in step.prefills)
-        if output is not None:
+        if output is None:
+            self._count_time(step, time.monotonic() - began)
+        else:
             self._in_flight.append((step, output, self._vae.decode(output.slots, output.latents)))
+
+    def _count_time(self, step: Step, seconds: float) -> None:
+        self.counters["step_seconds"] += seconds
+        if step.prefills:
+            self.counters["prefill_seconds"] += seconds
 
     def _isolate(self, step: Step, error: Exception) -> None:
         """A step raised: run its halves, until it is known whose fault it was; only that stream ends."""
@@ -202,10 +219,10 @@ class EngineLoop:
         stops, latents = output.wait()
         now = time.monotonic()
         # A step begins when it is launched or, if the device was busy then, when the one before it ends.
-        self._pacer.costs.observe(
-            len(stops), sum(p.length for p in step.prefills), now - max(output.launched_at, self._last_step_end)
-        )
+        seconds = now - max(output.launched_at, self._last_step_end)
         self._last_step_end = now
+        self._pacer.costs.observe(len(stops), sum(p.length for p in step.prefills), seconds)
+        self._count_time(step, seconds)
         finite = np.isfinite(latents).all(axis=(1, 2))
         for row, (sequence, stop) in enumerate(zip(step.sampled, stops, strict=True)):
             if sequence.ended:  # it stopped in the step before; this one's patch is thrown away

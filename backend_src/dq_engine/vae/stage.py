@@ -1,6 +1,7 @@
 """The decoding stage: new latents of all streams of a step, in one batch, beside the next step."""
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,14 +18,22 @@ class DecodedStep:
 
     Args:
         audio: float32 [R, samples].
-        ready: has passed when it has arrived; None on a CPU.
+        began, ready: passed when the decoding began and when the audio has arrived; seconds of a clock on a CPU.
     """
 
     audio: torch.Tensor
-    ready: torch.cuda.Event | None
+    began: torch.cuda.Event | float
+    ready: torch.cuda.Event | float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, once it has been waited for."""
+        if isinstance(self.ready, float):
+            return self.ready - self.began
+        return 1e-3 * self.began.elapsed_time(self.ready)
 
     def wait(self) -> np.ndarray:
-        if self.ready is not None:
+        if not isinstance(self.ready, float):
             self.ready.synchronize()
         return self.audio.numpy()
 
@@ -94,19 +103,25 @@ class VaeStage:
         if self.cuda_stream is not None:
             self.cuda_stream.wait_stream(torch.cuda.current_stream(self.device))
         with self._on_stream():
+            began = self._mark()
             if self._graphs is None:
                 audio = self.decoder.decode(latents.to(self.dtype), slots).float()
             else:
                 (audio,) = self._graphs(slots, latents)
             if self.cuda_stream is None:
-                return DecodedStep(audio, None)
+                return DecodedStep(audio, began, self._mark())
             # The allocator must not hand these to the main stream before this one has read them.
             slots.record_stream(self.cuda_stream)
             latents.record_stream(self.cuda_stream)
             host = torch.empty(audio.shape, pin_memory=True).copy_(audio, non_blocking=True)
-            ready = torch.cuda.Event()
-            ready.record(self.cuda_stream)
-            return DecodedStep(host, ready)
+            return DecodedStep(host, began, self._mark())
+
+    def _mark(self) -> torch.cuda.Event | float:
+        if self.cuda_stream is None:
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.cuda_stream)
+        return event
 
     def _on_stream(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self.cuda_stream is None else torch.cuda.stream(self.cuda_stream)
