@@ -5,17 +5,19 @@ with DqCoreEngine(EngineConfig(model="models/small")) as engine:
         play(chunk.samples)
 """
 
+import dataclasses
 import itertools
+import queue
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dq_engine.audio.encode_stage import EncodeStage
+from dq_engine.audio.encode_stage import Encoded, EncodeStage, Recording
 from dq_engine.config import EngineConfig, resolve_checkpoint
 from dq_engine.delivery import Delivery
-from dq_engine.errors import RequestError
+from dq_engine.errors import RequestError, invalid
 from dq_engine.kv_cache import BlockPool
 from dq_engine.loading import load
 from dq_engine.loop import EngineLoop
@@ -110,8 +112,12 @@ class DqCoreEngine:
         request.validate(self.feat_dim, self.patch_size)
         stream = Stream(next(self._ids), on_chunk, self._loop.cancel)
         seed = secrets.randbelow(MAX_DRAWN_SEED) if request.seed is None else request.seed
-        has_audio = request.prompt_audio is not None or request.reference_audio is not None
-        sequence = None if has_audio else self._prompts.build(request, stream, seed)
+        recordings = [
+            Recording(audio, f"{kind}_audio", is_prompt=kind == "prompt")
+            for kind in ("prompt", "reference")
+            if (audio := getattr(request, f"{kind}_audio")) is not None
+        ]
+        sequence = None if recordings else self._prompts.build(request, stream, seed)
         with self._lock:
             if self._loop.closed is not None:
                 raise RequestError("UNAVAILABLE", self._loop.closed.message)
@@ -120,13 +126,39 @@ class DqCoreEngine:
             self._accepted.add(stream)
         if sequence is None:
             try:
-                self._encode.submit(request, lambda result: self._encoded(result, stream, seed))
+                self._encode.submit(recordings, lambda result: self._encoded(request, recordings, result, stream, seed))
             except RequestError:
                 self._forget(stream)
                 raise
         elif (closed := self._loop.add(sequence)) is not None:
             self._refuse(stream, closed)
         return stream
+
+    def encode(self, audio: bytes, purpose: str) -> tuple[np.ndarray, float]:
+        """Encode a recording once, to be used in any number of requests.
+
+        Args:
+            audio: an audio file, or base64 of one; the limits are those of a request's recordings.
+            purpose: "reference" or "prompt", which are padded differently.
+
+        Returns:
+            What a request's `reference_latents` or `prompt_latents` takes, float32 [frames, feat_dim], and the
+            recording's length in seconds.
+
+        Raises:
+            RequestError: INVALID_ARG naming `audio` or `purpose`; UNAVAILABLE when too much waits to be encoded
+                already, or the engine is not serving.
+        """
+        if purpose not in ("reference", "prompt"):
+            raise invalid("purpose", f'must be "reference" or "prompt", got "{purpose}"')
+        if not audio:
+            raise invalid("audio", "is empty")
+        results: queue.SimpleQueue[list[Encoded] | RequestError] = queue.SimpleQueue()
+        self._encode.submit([Recording(audio, "audio", is_prompt=purpose == "prompt")], results.put)
+        result = results.get()
+        if isinstance(result, RequestError):
+            raise result
+        return result[0].latents, result[0].seconds
 
     def snapshot(self) -> dict:
         """What the engine holds right now, and what it has done since its start (`dq_engine.metrics` names it all)."""
@@ -151,9 +183,7 @@ class DqCoreEngine:
     def stop(self) -> None:
         """End the engine; streams that still run end with UNAVAILABLE."""
         closed = self._loop.stop()
-        self._encode.stop()
-        for stream in list(self._accepted):  # their recordings were still to be encoded
-            self._refuse(stream, closed)
+        self._encode.stop(closed)
         self._delivery.stop()
 
     def __enter__(self) -> "DqCoreEngine":
@@ -162,12 +192,22 @@ class DqCoreEngine:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _encoded(self, result: Request | RequestError, stream: Stream, seed: int) -> None:
+    def _encoded(
+        self,
+        request: Request,
+        recordings: Sequence[Recording],
+        result: list[Encoded] | RequestError,
+        stream: Stream,
+        seed: int,
+    ) -> None:
         """A request's recordings have been encoded (on the encode stage's thread)."""
         try:
             if isinstance(result, RequestError):
                 raise result
-            sequence = self._prompts.build(result, stream, seed)
+            changes: dict = {recording.field: None for recording in recordings}
+            for recording, encoded in zip(recordings, result, strict=True):
+                changes["prompt_latents" if recording.is_prompt else "reference_latents"] = encoded.latents
+            sequence = self._prompts.build(dataclasses.replace(request, **changes), stream, seed)
         except RequestError as error:
             self._refuse(stream, error)
             return

@@ -1,39 +1,65 @@
-"""Recordings of requests are decoded and encoded here, off the callers' threads and off the engine's."""
+"""Recordings are decoded and encoded here, off the callers' threads and off the engine's."""
 
-import dataclasses
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from dq_engine.audio.input import decode_audio
 from dq_engine.errors import RequestError
-from dq_engine.request import MAX_AUDIO_SECONDS, Request
+from dq_engine.request import MAX_AUDIO_SECONDS
 from dq_engine.vae.encoder import VaeEncoder
 
 logger = logging.getLogger(__name__)
 
 _MAX_BATCH = 8
 MAX_WAITING_BYTES = 1 << 30
-"""Audio files that may wait here, all requests together."""
+"""Audio files that may wait here, all callers' together."""
 
 
-@dataclasses.dataclass
+@dataclass(frozen=True)
+class Recording:
+    """A recording to be encoded.
+
+    Args:
+        data: an audio file, or base64 of one.
+        field: named in errors.
+        is_prompt: True for a recording that is to be continued, False for a reference: they are padded differently.
+    """
+
+    data: bytes
+    field: str
+    is_prompt: bool
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What a recording became: float32 [frames, feat_dim], frames a multiple of the patch size; and its length."""
+
+    latents: np.ndarray
+    seconds: float
+
+
+Done = Callable[[list[Encoded] | RequestError], None]
+
+
+@dataclass(eq=False)
 class _Job:
-    request: Request
-    done: Callable[[Request | RequestError], None]
-    recordings: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    recordings: Sequence[Recording]
+    done: Done
+    waves: list[np.ndarray] = field(default_factory=list)
 
     @property
     def size(self) -> int:
         """Bytes of its files."""
-        return len(self.request.prompt_audio or b"") + len(self.request.reference_audio or b"")
+        return sum(len(recording.data) for recording in self.recordings)
 
 
 class EncodeStage:
-    """A thread that turns `prompt_audio` and `reference_audio` into latents, recordings of several requests at a time.
+    """A thread that turns recordings into latents, those of several callers at a time.
 
     Args:
         encoder: the AudioVAE's encoder.
@@ -43,51 +69,57 @@ class EncodeStage:
         self.encoder = encoder
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        # Both are guarded by _lock.
         self._waiting_bytes = 0
+        self._stopped: RequestError | None = None
         self._thread = threading.Thread(target=self._run, name="dq-encode", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request, done: Callable[[Request | RequestError], None]) -> None:
-        """Encode what `request` brings as audio.
+    def submit(self, recordings: Sequence[Recording], done: Done) -> None:
+        """Encode recordings that belong together.
 
         Args:
-            done: called on the stage's thread with the request, audio replaced by latents, or with what is wrong.
+            done: called on the stage's thread with as many results in the same order, or with what is wrong.
 
         Raises:
-            RequestError: UNAVAILABLE, MAX_WAITING_BYTES of audio wait already.
+            RequestError: UNAVAILABLE, MAX_WAITING_BYTES of audio wait already; or the stage has been stopped.
         """
-        job = _Job(request, done)
+        job = _Job(recordings, done)
         with self._lock:
+            if self._stopped is not None:
+                raise self._stopped
             if self._waiting_bytes + job.size > MAX_WAITING_BYTES:
                 limit = MAX_WAITING_BYTES >> 20
                 raise RequestError("UNAVAILABLE", f"recordings of {limit} MiB wait to be encoded; try again later")
             self._waiting_bytes += job.size
-        self._jobs.put(job)
+            self._jobs.put(job)
 
-    def stop(self) -> None:
-        """End the thread; jobs that wait are forgotten."""
-        self._jobs.put(None)
+    def stop(self, reason: RequestError) -> None:
+        """End the thread; jobs that wait fail with `reason`."""
+        with self._lock:
+            self._stopped = reason
+            self._jobs.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._jobs.get()) is not None and self._stopped is None:
             batch = [job]
             while len(batch) < _MAX_BATCH and not self._jobs.empty():
-                job = self._jobs.get()
-                if job is None:
-                    return
+                if (job := self._jobs.get()) is None:
+                    self._jobs.put(None)
+                    break
                 batch.append(job)
             with self._lock:
                 self._waiting_bytes -= sum(job.size for job in batch)
             self._encode([job for job in batch if self._decode(job)])
+        while job is not None:
+            job.done(self._stopped)
+            job = self._jobs.get()
 
     def _decode(self, job: _Job) -> bool:
         """Decode a job's files; False if that failed, and the caller has been told."""
         try:
-            for kind in ("prompt", "reference"):
-                data = getattr(job.request, f"{kind}_audio")
-                if data is not None:
-                    job.recordings[kind] = decode_audio(data, f"{kind}_audio", self.encoder.sample_rate)
+            job.waves = [decode_audio(r.data, r.field, self.encoder.sample_rate) for r in job.recordings]
         except RequestError as error:
             job.done(error)
         except Exception:
@@ -99,24 +131,21 @@ class EncodeStage:
 
     def _encode(self, jobs: list[_Job]) -> None:
         """Encode the recordings of all jobs; batches hold a minute of audio at most, which bounds the memory."""
-        items = [(job, kind, wave) for job in jobs for kind, wave in job.recordings.items()]
-        latents: dict[tuple[int, str], np.ndarray] = {}
+        items = [item for job in jobs for item in zip(job.recordings, job.waves, strict=True)]
+        latents: list[np.ndarray] = []
         limit = int(MAX_AUDIO_SECONDS * self.encoder.sample_rate)
         try:
             while items:
                 batch = [items.pop(0)]
-                while items and (len(batch) + 1) * max(len(w) for _, _, w in [*batch, items[0]]) <= limit:
+                while items and (len(batch) + 1) * max(len(wave) for _, wave in [*batch, items[0]]) <= limit:
                     batch.append(items.pop(0))
-                waves = [wave for _, _, wave in batch]
-                encoded = self.encoder.encode(waves, [kind == "prompt" for _, kind, _ in batch])
-                latents |= {(id(job), kind): z for (job, kind, _), z in zip(batch, encoded, strict=True)}
+                waves = [wave for _, wave in batch]
+                latents += self.encoder.encode(waves, [recording.is_prompt for recording, _ in batch])
         except Exception:
             logger.exception("encoding recordings failed")
             for job in jobs:
                 job.done(RequestError("INTERNAL", "encoding the recording failed"))
             return
+        rate, of_all = self.encoder.sample_rate, iter(latents)
         for job in jobs:
-            changes = {}
-            for kind in job.recordings:
-                changes |= {f"{kind}_audio": None, f"{kind}_latents": latents[id(job), kind]}
-            job.done(dataclasses.replace(job.request, **changes))
+            job.done([Encoded(next(of_all), len(wave) / rate) for wave in job.waves])
