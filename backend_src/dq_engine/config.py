@@ -23,7 +23,7 @@ class EngineConfig(BaseSettings):
         default="auto", description="of the language models and LocDiT; auto is bfloat16 on a GPU, float32 on a CPU"
     )
     attention: Literal["auto", "sdpa"] = Field(
-        default="auto", description="auto uses flash-attn where it takes the device, dtype and head size"
+        default="auto", description="auto uses kernels of our own on a GPU, where they take the dtype and the heads"
     )
     threads: int = Field(default=0, ge=0, description="CPU threads of one operation; 0 = half of the cores")
     inference_timesteps: int = Field(default=10, ge=1, le=100, description="Euler steps of the diffusion, per patch")
@@ -38,6 +38,11 @@ class EngineConfig(BaseSettings):
     max_prefill_seqs: int = Field(default=0, ge=0, description="most prompts in one step; 0 = no own limit")
     realtime: bool = Field(
         default=True, description="protect running streams from new ones; 0 = most throughput, for offline work"
+    )
+    prefill_graph: bool = Field(default=True, description="run prompts in CUDA graphs; 0 = without")
+    prefill_buckets: str = Field(
+        default="",
+        description="requests:tokens,... of those graphs, as in 1:320,2:640,4:1152,8:2176; empty = finer ones to 2,048",
     )
     enforce_eager: bool = Field(default=False, description="run a GPU without CUDA graphs")
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1, description="share of the GPU's memory to fill")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from dq_engine.attention.base import BLOCK_SIZE
 from dq_engine.audio.encode_stage import Encoded, EncodeStage, Recording
 from dq_engine.config import EngineConfig, resolve_checkpoint
 from dq_engine.delivery import Delivery
@@ -54,7 +55,7 @@ class DqCoreEngine:
         """
         progress = progress or (lambda stage, fraction: None)
         parts = load(self.config, resolve_checkpoint(self.config.model), progress)
-        checkpoint, self._limits, runner = parts.checkpoint, parts.limits, parts.runner
+        checkpoint, self._limits, self._runner = parts.checkpoint, parts.limits, parts.runner
         self.sample_rate = checkpoint.vae.out_sample_rate
         self.patch_size, self.feat_dim = checkpoint.model.patch_size, checkpoint.model.feat_dim
         self._prompts = PromptBuilder(
@@ -62,11 +63,11 @@ class DqCoreEngine:
             self.patch_size,
             self.feat_dim,
             min(self._limits.max_model_len, self._limits.kv_tokens),
-            runner.block_size,
+            BLOCK_SIZE,
             checkpoint.config.lm_config.vocab_size,
         )
         scheduler = Scheduler(
-            BlockPool(self._limits.num_kv_blocks, runner.block_size),
+            BlockPool(self._limits.num_kv_blocks, BLOCK_SIZE),
             self._limits.max_num_seqs,
             self.config.max_num_batched_tokens,
             self.config.max_prefill_tokens,
@@ -81,7 +82,7 @@ class DqCoreEngine:
         )
         self._encode, self._delivery = EncodeStage(parts.encoder), Delivery(self.sample_rate)
         self._loop = EngineLoop(
-            scheduler, pacer, runner, parts.vae, self._delivery, self._limits.queue_timeout_s, self._forget
+            scheduler, pacer, self._runner, parts.vae, self._delivery, self._limits.queue_timeout_s, self._forget
         )
         progress("warm up", 0.0)
         try:
@@ -93,6 +94,8 @@ class DqCoreEngine:
         pacer.forget()  # first steps are slow: kernels are compiled, memory is taken
         for rows, seconds in parts.step_seconds.items():
             pacer.costs.observe(rows, 0, seconds)
+        for tokens, seconds in parts.prefill_seconds:
+            pacer.costs.observe(0, tokens, seconds)
         self._loop.count_anew()
         self._delivery.vae_seconds = 0.0
         progress("warm up", 1.0)
@@ -178,6 +181,7 @@ class DqCoreEngine:
             "audio_seconds": self._patch_seconds * self._loop.counters["patches"],
             "vae_seconds": self._delivery.vae_seconds,
             **self._loop.counters,
+            **self._runner.counters,
         }
 
     def stop(self) -> None:

@@ -17,11 +17,11 @@ class BatchGraphs:
     """Graphs of one function.
 
     Args:
-        function: of tensors whose first dimension is the batch, of which the first argument, `slots` (int64 [B]), says
-            which slots' state it reads and writes; returns tensors [B, ...].
+        function: of tensors whose first dimension is the batch; returns tensors [B, ...].
         examples: for each argument a tensor [1, ...] of the shape and dtype that it has.
         buckets: batch sizes to capture, ascending.
-        scratch_slot: what the rows that fill a bucket up use; its state is nobody's.
+        scratch_slot: for a function whose first argument, int64 [B], says which slots' state it uses: the slot, nobody's, of
+            the rows that fill a bucket up. None for a function without state.
         progress: told how far it is, 0 to 1.
     """
 
@@ -31,13 +31,14 @@ class BatchGraphs:
         function: Callable[..., tuple[torch.Tensor, ...]],
         examples: Sequence[torch.Tensor],
         buckets: Sequence[int],
-        scratch_slot: int,
+        scratch_slot: int | None,
         progress: Callable[[float], None],
     ) -> None:
         self.buckets, self.scratch_slot = list(buckets), scratch_slot
         largest = self.buckets[-1]
         self._inputs = [torch.zeros(largest, *e.shape[1:], dtype=e.dtype, device=e.device) for e in examples]
-        self._inputs[0].fill_(scratch_slot)
+        if scratch_slot is not None:
+            self._inputs[0].fill_(scratch_slot)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]] = {}
         self.seconds: dict[int, float] = {}
         """How long the device takes for each bucket."""
@@ -45,17 +46,10 @@ class BatchGraphs:
         # The largest first: the smaller ones then find its memory in the pool.
         for count, bucket in enumerate(reversed(self.buckets), start=1):
             arguments = [tensor[:bucket] for tensor in self._inputs]
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                function(*arguments)
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=side):
-                outputs = function(*arguments)
+            graph, outputs = capture(function, arguments, pool)
             pool = graph.pool()
             self._graphs[bucket] = graph, outputs
-            self.seconds[bucket] = _time(graph)
+            self.seconds[bucket] = replay_seconds(graph)
             progress(count / len(self.buckets))
 
     @torch.inference_mode()
@@ -65,13 +59,33 @@ class BatchGraphs:
         bucket = next(b for b in self.buckets if b >= size)
         for static, argument in zip(self._inputs, arguments, strict=True):
             static[:size].copy_(argument)
-        self._inputs[0][size:bucket].fill_(self.scratch_slot)
+        if self.scratch_slot is not None:
+            self._inputs[0][size:bucket].fill_(self.scratch_slot)
         graph, outputs = self._graphs[bucket]
         graph.replay()
         return tuple(output[:size].clone() for output in outputs)
 
 
-def _time(graph: torch.cuda.CUDAGraph) -> float:
+def capture(
+    function: Callable[..., tuple[torch.Tensor, ...]], arguments: Sequence[torch.Tensor], pool: tuple[int, int] | None
+) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]:
+    """Run a function once, then capture it; the graph, and what it will have put its outputs into.
+
+    Args:
+        pool: of another graph whose memory this one may use also, as the two never run at once.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function(*arguments)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=side):
+        outputs = function(*arguments)
+    return graph, outputs
+
+
+def replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
     """Seconds of one replay, the second of two."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph.replay()

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
+from dq_engine.attention.base import BLOCK_SIZE
 from dq_engine.config import EngineConfig
 from dq_engine.model.checkpoint import Checkpoint, load_checkpoint
+from dq_engine.prefill_graphs import parse_buckets
 from dq_engine.runner import Runner
 from dq_engine.vae.decoder import StreamingDecoder
 from dq_engine.vae.encoder import VaeEncoder
@@ -42,6 +44,8 @@ class Parts:
     encoder: VaeEncoder
     step_seconds: dict[int, float]
     """How long a step without prompts takes, by its number of streams, where that could be measured already."""
+    prefill_seconds: list[tuple[int, float]]
+    """How long prompts of so many tokens take, likewise."""
 
 
 def load(config: EngineConfig, path: Path, progress: Callable[[str, float], None]) -> Parts:
@@ -75,19 +79,20 @@ def load(config: EngineConfig, path: Path, progress: Callable[[str, float], None
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         num_kv_blocks=num_blocks,
-        kv_tokens=num_blocks * runner.block_size,
+        kv_tokens=num_blocks * BLOCK_SIZE,
         queue_timeout_s=config.queue_timeout_s or (10.0 if on_gpu else 120.0),
         step_timeout_s=config.step_timeout_s or (30.0 if on_gpu else 600.0),
     )
     vae = VaeStage(decoder, device)
-    step_seconds = {}
+    step_seconds, prefill_seconds = {}, []
     if on_gpu and not config.enforce_eager:
         with torch.inference_mode():
-            decode = runner.capture(progress)
+            buckets = parse_buckets(config.prefill_buckets) if config.prefill_graph else []
+            decode, prefill_seconds = runner.capture(buckets, progress)
             vocode = vae.capture(runner.condition[:1], max_num_seqs, progress)
         step_seconds = {rows: seconds + vocode[rows] for rows, seconds in decode.items()}
     encoder = VaeEncoder(checkpoint.vae, checkpoint.model.patch_size)
-    return Parts(checkpoint, limits, runner, vae, encoder, step_seconds)
+    return Parts(checkpoint, limits, runner, vae, encoder, step_seconds, prefill_seconds)
 
 
 def _device(setting: str) -> torch.device:
@@ -116,7 +121,7 @@ def _max_model_len(config: EngineConfig, checkpoint: Checkpoint) -> int:
 
 def _num_kv_blocks(config: EngineConfig, runner: Runner, max_num_seqs: int, max_model_len: int) -> int:
     """Blocks for all slots at full length, or as many as the GPU's memory holds."""
-    per_stream = -(-max_model_len // runner.block_size)
+    per_stream = -(-max_model_len // BLOCK_SIZE)
     wanted = max_num_seqs * per_stream
     if runner.device.type != "cuda":
         return wanted

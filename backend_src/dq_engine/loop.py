@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from dq_engine.attention.base import BLOCK_SIZE
 from dq_engine.delivery import Delivered, Delivery
 from dq_engine.errors import RequestError
 from dq_engine.pacing import Pacer
@@ -175,7 +176,7 @@ class EngineLoop:
                 sequence.vae_state = None
 
     def _save(self, sequence: Sequence) -> None:
-        sequence.rewind(self._runner.block_size, self._vae.save(sequence.slot))
+        sequence.rewind(BLOCK_SIZE, self._vae.save(sequence.slot))
 
     def _launch(self, step: Step) -> None:
         began = time.monotonic()

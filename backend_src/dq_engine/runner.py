@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dq_engine.attention.base import PagedMetadata
+from dq_engine.attention.base import BLOCK_SIZE, PagedMetadata
 from dq_engine.graphs import BatchGraphs, batch_buckets
-from dq_engine.model.backbone import Backbone, TokenBatch
+from dq_engine.model.backbone import Backbone, PromptTokens
 from dq_engine.model.checkpoint import Checkpoint
 from dq_engine.model.diffusion import Diffusion
 from dq_engine.noise import patch_noise
+from dq_engine.prefill import PrefillArrays, PromptBatch
+from dq_engine.prefill_graphs import Bucket, PrefillGraphs
 from dq_engine.scheduler import Prefill, Step
 from dq_engine.sequence import Sequence
 
@@ -65,8 +67,6 @@ class Runner:
         weight = model.lm_to_dit_proj.weight
         self.device, self.dtype = weight.device, weight.dtype
         self.patch_size, self.feat_dim = model.patch_size, model.feat_dim
-        self.block_size = self.attention.backend.block_size
-
         self.max_model_len = max_model_len
         self.scratch_slot = max_num_seqs
         """A slot more than there are streams: the rows that fill a graph's batch up read and write it."""
@@ -80,24 +80,32 @@ class Runner:
         self.offset = state()
         """The place in the stream of the token that is fed back at step n is offset + n."""
         self.cfg_value, self.temperature = state(dtype=self.dtype), state(dtype=torch.float32)
-        self.block_tables = state(-(-max_model_len // self.block_size), dtype=torch.int32)
+        self.block_tables = state(-(-max_model_len // BLOCK_SIZE), dtype=torch.int32)
         self._decode_graphs: BatchGraphs | None = None
         self._sample_graphs: BatchGraphs | None = None
+        self._prefill_graphs: PrefillGraphs | None = None
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Make the KV cache: `num_blocks` for the streams, and one for the scratch slot."""
         self.attention.allocate(num_blocks + 1)
         self.block_tables[self.scratch_slot] = num_blocks
+        self._scratch_row = num_blocks * BLOCK_SIZE
 
-    def capture(self, progress: Callable[[str, float], None]) -> dict[int, float]:
-        """Capture the decode step, and LocDiT for the streams that come out of a prefill, as CUDA graphs.
+    def capture(
+        self, prefill_buckets: list[Bucket], progress: Callable[[str, float], None]
+    ) -> tuple[dict[int, float], list[tuple[int, float]]]:
+        """Capture the decode step, prefill, and LocDiT for the streams that come out of it, as CUDA graphs.
+
+        Args:
+            prefill_buckets: of prompts and tokens; none for an eager prefill.
 
         Returns:
-            Seconds of a decode step, by its number of streams.
+            Seconds of a decode step, by its number of streams; numbers of prompt tokens, ascending, and their seconds.
         """
         buckets = batch_buckets(self.scratch_slot)
         slots = torch.full((1,), self.scratch_slot, device=self.device)
-        mu = torch.zeros(1, 2 * self.diffusion.estimator.in_proj.out_features, dtype=self.dtype, device=self.device)
+        width = self.diffusion.estimator.in_proj.out_features
+        mu = torch.zeros(1, 2 * width, dtype=self.dtype, device=self.device)
         self._decode_graphs = BatchGraphs(
             self._decode_and_sample, [slots], buckets, self.scratch_slot, lambda x: progress("decode graphs", x)
         )
@@ -108,7 +116,24 @@ class Runner:
             self.scratch_slot,
             lambda x: progress("LocDiT graphs", x),
         )
-        return self._decode_graphs.seconds
+        if prefill_buckets and self.attention.backend.graphs_prefill:
+            self._prefill_graphs = PrefillGraphs(
+                self.backbone.encode,
+                self._forward_prompts,
+                prefill_buckets,
+                self.condition[:1],
+                self.backbone.hidden_size,
+                self.attention.queries_per_tile,
+                self.scratch_slot,
+                self._scratch_row,
+                lambda x: progress("prefill graphs", x),
+            )
+        return self._decode_graphs.seconds, [] if self._prefill_graphs is None else self._prefill_graphs.token_seconds
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """How often prompts ran in a graph, how often none fitted, and how many tokens of padding that cost."""
+        return {} if self._prefill_graphs is None else self._prefill_graphs.counters
 
     @torch.inference_mode()
     def start(self, sequences: list[Sequence]) -> None:
@@ -181,54 +206,46 @@ class Runner:
 
     def _prefill(self, prefills: list[Prefill]) -> tuple[torch.Tensor, torch.Tensor]:
         """Take prompt tokens in; mu and stop of the streams whose prompt is complete."""
-        ids, positions, cache_slots, patches, patch_rows, sample_rows = [], [], [], [], [], []
-        offset = 0
-        for p in prefills:
-            s, end = p.sequence, p.start + p.length
-            place = np.arange(p.start, end)
-            ids.append(s.token_ids[p.start : end])
-            positions.append(place)
-            cache_slots.append(np.array(s.blocks)[place // self.block_size] * self.block_size + place % self.block_size)
-            first, last = np.searchsorted(s.patch_rows, (p.start, end))
-            patches.append(s.patches[first:last])
-            patch_rows.append(s.patch_rows[first:last] - p.start + offset)
-            offset += p.length
-            if p.completes:
-                sample_rows.append(offset - 1)
-        lengths = [p.length for p in prefills]
-        contexts = [p.start + p.length for p in prefills]
-        tables = self.block_tables[self._to_device(np.array([p.sequence.slot for p in prefills]))]
+        # The prompts that end here first: theirs are the rows that are returned.
+        batch = PromptBatch(sorted(prefills, key=lambda p: not p.completes), self.attention.queries_per_tile)
+        outputs = self._prefill_graphs(batch) if self._prefill_graphs is not None else None
+        if outputs is None:
+            encoded = self.condition.new_zeros(1, self.backbone.hidden_size)
+            if len(patches := batch.patches()):
+                encoded = torch.cat([encoded, self.backbone.encode(self._to_device(patches).to(self.dtype))])
+            array = self._to_device(batch.array(batch.shape, self.scratch_slot, self._scratch_row))
+            outputs = self._forward_prompts(batch.shape.split(array), encoded, batch.lengths)
+        mu, stop = outputs
+        return mu[: batch.completed], stop[: batch.completed]
+
+    def _forward_prompts(
+        self, parts: PrefillArrays, encoded: torch.Tensor, lengths: list[tuple[int, int]] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.attention.metadata = PagedMetadata(
-            slots=self._to_device(np.concatenate(cache_slots)),
-            block_tables=tables,
-            context_lens=self._to_device(np.array(contexts, np.int32)),
-            max_context=max(contexts),
-            query_lens=lengths,
-            query_starts=self._to_device(np.cumsum([0, *lengths], dtype=np.int32)),
-            context_lens_host=contexts,
+            slots=parts.cache_slots,
+            block_tables=self.block_tables[parts.slots],
+            context_lens=parts.context_lens,
+            max_context=self.max_model_len,
+            query_starts=parts.query_starts,
+            tiles=parts.tiles,
+            lengths=lengths,
         )
-        return self.backbone.forward(
-            TokenBatch(
-                positions=self._to_device(np.concatenate(positions)),
-                patches=self._to_device(np.concatenate(patches)).to(self.dtype),
-                token_ids=self._to_device(np.concatenate(ids)),
-                patch_rows=self._to_device(np.concatenate(patch_rows)),
-                sample_rows=self._to_device(np.array(sample_rows, np.int64)),
-            )
+        return self.backbone.prefill(
+            PromptTokens(parts.token_ids, parts.positions, encoded, parts.patch_index, parts.sample_rows)
         )
 
     def _decode(self, slots: torch.Tensor, max_context: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Feed each stream its last patch; mu and stop for the next."""
         positions = self.offset[slots] + self.steps[slots]
         tables = self.block_tables[slots]
-        blocks = tables.gather(1, (positions // self.block_size)[:, None])[:, 0].long()
+        blocks = tables.gather(1, (positions // BLOCK_SIZE)[:, None])[:, 0].long()
         self.attention.metadata = PagedMetadata(
-            slots=blocks * self.block_size + positions % self.block_size,
+            slots=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
             block_tables=tables,
             context_lens=(positions + 1).to(torch.int32),
             max_context=max_context,
         )
-        return self.backbone.forward(TokenBatch(positions=positions, patches=self.condition[slots]))
+        return self.backbone.decode(self.condition[slots], positions)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)

@@ -1,1 +1,1 @@
-"""Attention behind one interface: flash-attn where it takes the device, dtype and head size, else torch's SDPA."""
+"""Attention behind one interface: this package's kernels where they take device, dtype and heads, else torch's SDPA."""

@@ -3,19 +3,19 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from dq_engine.attention.base import AttentionBackend, PagedMetadata
+from dq_engine.attention.base import BLOCK_SIZE, AttentionBackend, PagedMetadata
 
 
 class SdpaBackend(AttentionBackend):
-    block_size = 16
+    graphs_prefill = False
 
     def paged(self, q, k_cache, v_cache, metadata, scale):
-        if metadata.query_lens is None:
+        if metadata.query_starts is None:
             return self._decode(q, k_cache, v_cache, metadata, scale)
         outputs = []
         start = 0
-        for row, (length, context) in enumerate(zip(metadata.query_lens, metadata.context_lens_host, strict=True)):
-            blocks = metadata.block_tables[row, : -(-context // self.block_size)]
+        for row, (length, context) in enumerate(metadata.lengths):
+            blocks = metadata.block_tables[row, : -(-context // BLOCK_SIZE)]
             k, v = (cache[blocks].flatten(0, 1)[:context] for cache in (k_cache, v_cache))
             outputs.append(self._causal(q[start : start + length], k, v, scale))
             start += length
@@ -33,7 +33,7 @@ class SdpaBackend(AttentionBackend):
         return out[0].transpose(0, 1)
 
     def _decode(self, q, k_cache, v_cache, metadata: PagedMetadata, scale):
-        blocks = metadata.block_tables[:, : -(-metadata.max_context // self.block_size)]
+        blocks = metadata.block_tables[:, : -(-metadata.max_context // BLOCK_SIZE)]
         k, v = (cache[blocks].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache))
         mask = torch.arange(k.size(2), device=q.device) < metadata.context_lens[:, None]
         out = scaled_dot_product_attention(q[:, :, None], k, v, mask[:, None, None], scale=scale, enable_gqa=True)

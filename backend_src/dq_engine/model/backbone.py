@@ -10,22 +10,22 @@ from dq_engine.nano import VoxCPM2Model
 
 
 @dataclass
-class TokenBatch:
-    """The tokens of one pass, those of all its streams one after the other (N tokens, A of them patches).
+class PromptTokens:
+    """Tokens of prompts, those of all streams one after the other (N tokens, A patches among all of a step).
 
     Args:
+        token_ids: int64 [N]; any id where a token is a patch.
         positions: int64 [N], each token's place in its stream.
-        patches: [A, patch_size, feat_dim] latents in the model's dtype.
-        token_ids: int64 [N]; 0 where a token is a patch. None when every token is a patch (then A = N).
-        patch_rows: int64 [A], which tokens are patches. None when all are.
-        sample_rows: int64 [R], the tokens after which a patch is to be generated. None when all are.
+        encoded: [1 + A, hidden], LocEnc's outputs for the patches, behind a row of zeros.
+        patch_index: int64 [N], the row of `encoded` of a token that is a patch; 0 for the others.
+        sample_rows: int64 [R], the tokens after which a patch may be generated.
     """
 
+    token_ids: torch.Tensor
     positions: torch.Tensor
-    patches: torch.Tensor
-    token_ids: torch.Tensor | None = None
-    patch_rows: torch.Tensor | None = None
-    sample_rows: torch.Tensor | None = None
+    encoded: torch.Tensor
+    patch_index: torch.Tensor
+    sample_rows: torch.Tensor
 
 
 class Backbone:
@@ -43,6 +43,7 @@ class Backbone:
         self.base_lm = PagedTransformer(lms[0], self.attention, 0)
         self.residual_lm = PagedTransformer(lms[1], self.attention, len(lms[0].layers))
         self.encoder = LocalTransformer(model.feat_encoder.encoder)
+        self.hidden_size: int = model.enc_to_lm_proj.weight.size(0)
 
     def encode(self, patches: torch.Tensor) -> torch.Tensor:
         """LocEnc: [A, patch_size, feat_dim] to the language models' input, [A, hidden]."""
@@ -51,31 +52,33 @@ class Backbone:
         encoded = self.encoder.forward(torch.cat([special, m.in_proj(patches)], dim=1))
         return self.model.enc_to_lm_proj(encoded[:, 0])
 
-    def forward(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one pass; `attention.metadata` must have been set.
+    def prefill(self, tokens: PromptTokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take tokens of prompts in; `attention.metadata` must have been set.
 
         Returns:
             mu: [R, 2 * dit_hidden], LocDiT's conditioning for the patch after each sampled token.
             stop: bool [R], whether the model would stop after that patch.
         """
         m = self.model
-        if batch.token_ids is None:
-            embeds = patch_embeds = self.encode(batch.patches)
-            hidden = m.fsq_layer(self.base_lm.forward(embeds, batch.positions))
-        else:
-            embeds = m.base_lm.embed_tokens(batch.token_ids)
-            patch_embeds = torch.zeros_like(embeds)
-            if batch.patches.size(0):
-                encoded = self.encode(batch.patches)
-                embeds = embeds.index_copy(0, batch.patch_rows, encoded)
-                patch_embeds = patch_embeds.index_copy(0, batch.patch_rows, encoded)
-            hidden = self.base_lm.forward(embeds, batch.positions)
-            if batch.patches.size(0):
-                hidden = hidden.index_copy(0, batch.patch_rows, m.fsq_layer(hidden[batch.patch_rows]))
-        fused = m.fusion_concat_proj(torch.cat([hidden, patch_embeds], dim=-1))
-        residual = self.residual_lm.forward(fused, batch.positions)
-        if batch.sample_rows is not None:
-            hidden, residual = hidden[batch.sample_rows], residual[batch.sample_rows]
+        is_patch = (tokens.patch_index > 0)[:, None]
+        patch_embeds = tokens.encoded[tokens.patch_index]
+        embeds = torch.where(is_patch, patch_embeds, m.base_lm.embed_tokens(tokens.token_ids))
+        hidden = self.base_lm.forward(embeds, tokens.positions)
+        hidden = torch.where(is_patch, m.fsq_layer(hidden), hidden)
+        residual = self._residual(hidden, patch_embeds, tokens.positions)
+        return self._heads(hidden[tokens.sample_rows], residual[tokens.sample_rows])
+
+    def decode(self, patches: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Feed R streams a patch each, [R, patch_size, feat_dim] at int64 [R]; returns as `prefill`."""
+        embeds = self.encode(patches)
+        hidden = self.model.fsq_layer(self.base_lm.forward(embeds, positions))
+        return self._heads(hidden, self._residual(hidden, embeds, positions))
+
+    def _residual(self, hidden: torch.Tensor, patch_embeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        fused = self.model.fusion_concat_proj(torch.cat([hidden, patch_embeds], dim=-1))
+        return self.residual_lm.forward(fused, positions)
+
+    def _heads(self, hidden: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        m = self.model
         mu = torch.cat([m.lm_to_dit_proj(hidden), m.res_to_dit_proj(residual)], dim=-1)
-        stop = m.stop_head(m.stop_actn(m.stop_proj(hidden))).argmax(dim=-1) == 1
-        return mu, stop
+        return mu, m.stop_head(m.stop_actn(m.stop_proj(hidden))).argmax(dim=-1) == 1

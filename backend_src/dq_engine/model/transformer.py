@@ -72,8 +72,4 @@ class PagedTransformer(Transformer):
         self.cache, self.first_layer = cache, first_layer
 
     def attend(self, index, attention, x, positions):
-        q, k, v = attention.qkv_proj(x).split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
-        if attention.rotary_emb is not None:
-            q, k = attention.rotary_emb(positions, q, k)
-        q, k, v = (t.reshape(len(x), -1, attention.head_dim) for t in (q, k, v))
-        return self.cache.attend(self.first_layer + index, q, k, v, attention.scaling).flatten(1)
+        return self.cache.attend(self.first_layer + index, attention.qkv_proj(x), positions)

@@ -1,0 +1,124 @@
+"""CUDA graphs of prefill: a step's prompts are padded to the cheapest bucket of (prompts, tokens) that holds them."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from dq_engine.graphs import BatchGraphs, capture, replay_seconds
+from dq_engine.prefill import PrefillArrays, PrefillShape, PromptBatch
+
+Bucket = tuple[int, int]
+"""Prompts, tokens."""
+
+# Finer than those of the setting's usual value: eight short prompts should not pay for 2,176 tokens.
+_OWN_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+_SHORTEST_PROMPT, _MOST_PROMPTS = 8, 128
+
+
+def parse_buckets(setting: str) -> list[Bucket]:
+    """Buckets from `requests:tokens,requests:tokens`; finer ones of our own from an empty text.
+
+    Raises:
+        ValueError: it is no such list.
+    """
+    if not setting:
+        return [(min(max(1, tokens // _SHORTEST_PROMPT), _MOST_PROMPTS), tokens) for tokens in _OWN_TOKENS]
+    buckets = []
+    for part in setting.split(","):
+        prompts, _, tokens = part.strip().partition(":")
+        if not (prompts.isdecimal() and tokens.isdecimal() and 0 < int(prompts) <= int(tokens)):
+            raise ValueError(f'"{part}" is not requests:tokens, as in 1:320, with no more requests than tokens')
+        buckets.append((int(prompts), int(tokens)))
+    return buckets
+
+
+def patch_buckets(limit: int) -> list[int]:
+    """Numbers of patches to capture LocEnc for: the next is at most half as large again."""
+    buckets = [8]
+    while buckets[-1] < limit:
+        buckets.append(min(limit, max(buckets[-1] + 8, buckets[-1] * 3 // 2 // 8 * 8)))
+    return buckets
+
+
+class PrefillGraphs:
+    """The graphs.
+
+    Args:
+        encode: LocEnc, [A, patch_size, feat_dim] to [A, hidden].
+        forward: of the parts of an array and of `encoded` [1 + A, hidden]; returns tensors [prompts, ...].
+        buckets: what to capture.
+        patches: an example, [1, patch_size, feat_dim].
+        hidden: width of what LocEnc returns.
+        queries_per_tile: of the attention kernel.
+        scratch_slot, scratch_row: the slot, and the row of the cache, of padding.
+        progress: told how far it is, 0 to 1.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        encode: Callable[[torch.Tensor], torch.Tensor],
+        forward: Callable[[PrefillArrays, torch.Tensor], tuple[torch.Tensor, ...]],
+        buckets: Sequence[Bucket],
+        patches: torch.Tensor,
+        hidden: int,
+        queries_per_tile: int,
+        scratch_slot: int,
+        scratch_row: int,
+        progress: Callable[[float], None],
+    ) -> None:
+        self._scratch_slot, self._scratch_row = scratch_slot, scratch_row
+        most = max(tokens for _, tokens in buckets)
+        self._encoded = patches.new_zeros(1 + most, hidden)
+        self._encode = BatchGraphs(
+            lambda patches: (encode(patches),), [patches], patch_buckets(most), None, lambda x: progress(x / 2)
+        )
+        self._graphs: dict[PrefillShape, tuple[torch.cuda.CUDAGraph, torch.Tensor, tuple[torch.Tensor, ...]]] = {}
+        self.seconds: dict[PrefillShape, float] = {}
+        """How long the device takes for each bucket, LocEnc aside."""
+        self.counters: Counter[str] = Counter(prefill_graph_hits=0, prefill_graph_fallbacks=0, prefill_padding_tokens=0)
+        pool = None
+        for count, (prompts, tokens) in enumerate(sorted(buckets, key=lambda b: -b[1]), start=1):
+            shape = PrefillShape(prompts, tokens, tokens // queries_per_tile + prompts)
+            array = torch.zeros(shape.size, dtype=torch.int64, device=patches.device)
+            parts = shape.split(array)
+            parts.slots.fill_(scratch_slot)
+            # One prompt of all the tokens, within the scratch block: what capturing writes and measures.
+            parts.cache_slots.fill_(scratch_row)
+            parts.tiles.fill_(-1)
+            graph, outputs = capture(lambda array, s=shape: forward(s.split(array), self._encoded), [array], pool)
+            pool = graph.pool()
+            self._graphs[shape] = graph, array, outputs
+            self.seconds[shape] = replay_seconds(graph)
+            progress(0.5 + count / len(buckets) / 2)
+
+    @property
+    def token_seconds(self) -> list[tuple[int, float]]:
+        """Tokens of each bucket, ascending, and how long they take."""
+        return sorted((shape.tokens, seconds) for shape, seconds in self.seconds.items())
+
+    @torch.inference_mode()
+    def __call__(self, batch: PromptBatch) -> tuple[torch.Tensor, ...] | None:
+        """Run prompts; what is returned is the caller's own, its first rows are the batch's. None if no bucket fits."""
+        need = batch.shape
+        fitting = [s for s in self._graphs if s.prompts >= need.prompts and s.tokens >= need.tokens]
+        if not fitting:
+            self.counters["prefill_graph_fallbacks"] += 1
+            return None
+        shape = min(fitting, key=self.seconds.__getitem__)
+        self.counters["prefill_graph_hits"] += 1
+        self.counters["prefill_padding_tokens"] += shape.tokens - need.tokens
+        patches = batch.patches()
+        if len(patches):
+            (encoded,) = self._encode(_upload(patches, self._encoded.device).to(self._encoded.dtype))
+            self._encoded[1 : 1 + len(patches)] = encoded
+        graph, array, outputs = self._graphs[shape]
+        array.copy_(_upload(batch.array(shape, self._scratch_slot, self._scratch_row), array.device))
+        graph.replay()
+        return tuple(output[: need.prompts].clone() for output in outputs)
+
+
+def _upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
