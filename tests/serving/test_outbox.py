@@ -90,6 +90,7 @@ def test_joined_chunks_of_base64_decode_one_by_one(rate):
     expected = whole.finish(_samples(0, 3000) / 2)
     assert b"".join(base64.b64decode(m.audio, validate=True) for m in road.messages[1:]) == expected
     assert len(expected) == 2 * 3000 * rate // 48000
+    assert sum(m.seconds for m in road.messages[1:]) == pytest.approx(3000 / 48000)
 
 
 def test_a_whole_stream_is_one_message():
@@ -137,7 +138,7 @@ def test_an_encoder_that_breaks_fails_its_stream_only():
     outbox.close()
     assert road.messages == [
         Failed(1, "INTERNAL", "encoding the audio failed: no codec"),
-        Finished(2, _samples(0, 10).tobytes(), 48000, "stop", {}),
+        Finished(2, _samples(0, 10).tobytes(), 48000, "stop", {}, seconds=10 / 48000),
     ]
 
 

@@ -34,6 +34,7 @@ class OutputEncoder:
     """
 
     def __init__(self, output_format: str, model_rate: int, sample_rate: int) -> None:
+        self.model_rate = model_rate
         self._format = output_format.removesuffix("_base64")
         self._as_base64 = self._format != output_format
         if self._format not in FORMATS or output_format == "f32_base64":

@@ -34,6 +34,18 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
     id: int
 
 
+class Call(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor to worker: do something other than speak (`dq_engine.serving.operations` lists what).
+
+    `id` is of the same row as the streams' numbers. The answer is a `Result` or a `Failed`.
+    """
+
+    id: int
+    operation: str
+    arguments: dict
+    payload: bytes | None = None
+
+
 class Shutdown(msgspec.Struct, tag=True, frozen=True):
     """Supervisor to worker: end running streams with UNAVAILABLE, then exit."""
 
@@ -60,17 +72,21 @@ class StartFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Audio(msgspec.Struct, tag=True, frozen=True):
-    """Worker to supervisor: the next piece of a stream's audio, in its output format (f32: raw float32 samples)."""
+    """Worker to supervisor: the next piece of a stream's audio, in its output format (f32: raw float32 samples).
+
+    `seconds`: how much audio was encoded for it.
+    """
 
     id: int
     audio: bytes
     sample_rate: int
+    seconds: float = 0.0
 
 
 class Finished(msgspec.Struct, tag=True, frozen=True):
     """Worker to supervisor: a stream's last piece of audio, perhaps empty, and how it ended.
 
-    `latents`: float32 [frames, feat_dim], when they were asked for.
+    `latents`: float32 [frames, feat_dim], when they were asked for. `seconds` as in `Audio`.
     """
 
     id: int
@@ -79,6 +95,7 @@ class Finished(msgspec.Struct, tag=True, frozen=True):
     finish_reason: str
     stats: dict
     latents: np.ndarray | None = None
+    seconds: float = 0.0
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
@@ -89,15 +106,23 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
+class Result(msgspec.Struct, tag=True, frozen=True):
+    """Worker to supervisor: what a `Call` led to."""
+
+    id: int
+    value: dict
+    payload: bytes | None = None
+
+
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """Worker to supervisor, once a second: `DqCoreEngine.snapshot()`."""
 
     snapshot: dict
 
 
-ToWorker = Submit | Cancel | Shutdown
+ToWorker = Submit | Cancel | Call | Shutdown
 StreamMessage = Audio | Finished | Failed
-FromWorker = Progress | Ready | StartFailed | StreamMessage | Heartbeat
+FromWorker = Progress | Ready | StartFailed | StreamMessage | Result | Heartbeat
 
 
 def _encode_array(value: object) -> list:

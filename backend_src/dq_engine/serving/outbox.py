@@ -133,6 +133,8 @@ class Outbox:
             stream.last = Chunk(_NOTHING, error=RequestError("INTERNAL", str(error)))  # what still comes is dropped
             stream.on_give_up()
             return Failed(stream.id, "INTERNAL", f"encoding the audio failed: {error}")
+        seconds = joined.size / stream.encoder.model_rate
         if last is None:
-            return Audio(stream.id, audio, stream.sample_rate)
-        return Finished(stream.id, audio, stream.sample_rate, last.finish_reason, last.stats or {}, last.latents)
+            return Audio(stream.id, audio, stream.sample_rate, seconds)
+        reason, stats = last.finish_reason, last.stats or {}
+        return Finished(stream.id, audio, stream.sample_rate, reason, stats, last.latents, seconds)
