@@ -9,6 +9,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dq_engine.errors import CheckpointError
 
+_DEVICE = r"(auto(:\d+)?|cpu|cuda(:\d+)?)"
+
 
 class EngineConfig(BaseSettings):
     """Settings of one engine. A field that is None is decided when the device and the checkpoint are known."""
@@ -18,7 +20,16 @@ class EngineConfig(BaseSettings):
     )
 
     model: str = Field(description="checkpoint directory, or the id of a repository on the Hugging Face hub")
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
+    device: str = Field(
+        default="auto",
+        pattern=rf"^{_DEVICE}$",
+        description="auto, auto:N (GPU N, without GPUs the CPU), cpu, cuda or cuda:N",
+    )
+    devices: str = Field(
+        default="",
+        pattern=rf"^((\d+|{_DEVICE})(,(\d+|{_DEVICE}))*)?$",
+        description="an engine worker on each of these, as 0,1 (N is auto:N) or cpu,cpu; empty = one on `device`",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="of the language models and LocDiT; auto is bfloat16 on a GPU, float32 on a CPU"
     )
@@ -60,6 +71,12 @@ class EngineConfig(BaseSettings):
     step_timeout_s: float | None = Field(
         default=None, gt=0, description="a longer step means a new worker; 30 on a GPU, 600 on a CPU"
     )
+
+    def of_workers(self) -> list["EngineConfig"]:
+        """The settings of each engine worker: `devices` one by one, each in the place of `device`."""
+        names = self.devices.split(",") if self.devices else [self.device]
+        names = [f"auto:{name}" if name.isdigit() else name for name in names]
+        return [self.model_copy(update={"device": name, "devices": ""}) for name in names]
 
     @classmethod
     def settings_customise_sources(cls, settings_cls, init_settings, env_settings, **_):

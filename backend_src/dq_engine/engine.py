@@ -56,8 +56,9 @@ class DqCoreEngine:
         progress = progress or (lambda stage, fraction: None)
         parts = load(self.config, resolve_checkpoint(self.config.model), progress)
         checkpoint, self._limits, self._runner = parts.checkpoint, parts.limits, parts.runner
-        self.sample_rate = checkpoint.vae.out_sample_rate
+        self.sample_rate, self.encoder_sample_rate = checkpoint.vae.out_sample_rate, checkpoint.vae.sample_rate
         self.patch_size, self.feat_dim = checkpoint.model.patch_size, checkpoint.model.feat_dim
+        self.patch_samples = self.patch_size * checkpoint.vae.decoder_chunk_size
         self._prompts = PromptBuilder(
             checkpoint.tokenizer,
             self.patch_size,

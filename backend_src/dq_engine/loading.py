@@ -99,6 +99,8 @@ def _device(setting: str) -> torch.device:
     available = torch.cuda.is_available()
     if setting == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if available else torch.device("cpu")
+    if setting.startswith("auto:"):
+        setting = setting.replace("auto", "cuda") if available else "cpu"
     device = torch.device(setting)
     if device.type == "cuda":
         if not available:

@@ -104,6 +104,8 @@ class EngineLoop:
         return self.closed
 
     def _run(self) -> None:
+        if self._runner.device.type == "cuda":
+            torch.cuda.set_device(self._runner.device)  # each thread has its own
         try:
             while self._take_arrivals():
                 self._turn_began = time.monotonic()

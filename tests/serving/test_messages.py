@@ -35,7 +35,7 @@ def test_to_worker(message):
     "message",
     [
         Progress("weights", 0.5),
-        Ready(48000, 64, 4),
+        Ready(48000, 16000, 64, 4, 7680),
         StartFailed("no such file"),
         Audio(3, b"\x00\xff", 48000),
         Finished(3, b"", 16000, "stop", {"seed": 2**53 - 1, "ttfb_ms": 1.5}),
@@ -82,7 +82,7 @@ def test_numpy_numbers_in_stats_become_plain_ones():
         b"\xc1",
         msgspec.msgpack.encode({"type": "Nonsense"}),
         msgspec.msgpack.encode({"type": "Cancel", "id": "seven"}),
-        encode(Ready(48000, 64, 4)),
+        encode(Ready(48000, 16000, 64, 4, 7680)),
     ],
 )
 def test_anything_else_is_refused(data):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from dq_engine.audio.input import decode_audio
 from dq_engine.errors import RequestError
@@ -102,6 +103,8 @@ class EncodeStage:
         self._thread.join()
 
     def _run(self) -> None:
+        if self.encoder.device.type == "cuda":
+            torch.cuda.set_device(self.encoder.device)  # each thread has its own
         while (job := self._jobs.get()) is not None and self._stopped is None:
             batch = [job]
             while len(batch) < _MAX_BATCH and not self._jobs.empty():

@@ -58,11 +58,21 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Worker to supervisor: requests are welcome. `sample_rate` in Hz is the model's own."""
+    """Worker to supervisor: requests are welcome. Of the model:
+
+    Args:
+        sample_rate: of the audio that it makes, in Hz.
+        encoder_sample_rate: of the recordings that it encodes, in Hz.
+        feat_dim: width of a latent frame.
+        patch_size: latent frames of a patch.
+        patch_samples: samples of a patch, at `sample_rate`.
+    """
 
     sample_rate: int
+    encoder_sample_rate: int
     feat_dim: int
     patch_size: int
+    patch_samples: int
 
 
 class StartFailed(msgspec.Struct, tag=True, frozen=True):

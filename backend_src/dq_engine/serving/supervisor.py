@@ -93,15 +93,17 @@ class Supervisor:
         self._ids = itertools.count(1)
         self._started = threading.Condition()
         self._serving = False
+        self._model: Ready | None = None
         self._start_error: str | None = None
         self._stop_at: float | None = None
 
     def start(self) -> None:
-        """Start the workers; returns when all of them are ready.
+        """`begin_start` and `wait_until_ready`."""
+        self.begin_start()
+        self.wait_until_ready()
 
-        Raises:
-            WorkerStartError: one of them could not start. Nothing is left behind then.
-        """
+    def begin_start(self) -> None:
+        """Start the workers."""
         self._folder = Path(tempfile.mkdtemp(prefix="dq-engine-"))  # mode 0700
         self._context = zmq.Context()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -109,11 +111,19 @@ class Supervisor:
             self._start_worker(slot)
         self._thread = threading.Thread(target=self._run, name="dq-supervisor", daemon=True)
         self._thread.start()
+
+    def wait_until_ready(self) -> Ready:
+        """Wait until all workers are ready; what the first of them says of the model.
+
+        Raises:
+            WorkerStartError: one of them could not start, or was stopped. Nothing is left behind then.
+        """
         with self._started:
             in_time = self._started.wait_for(lambda: self._serving or self._start_error, START_TIMEOUT_S)
         if not self._serving:
             self.stop()
             raise WorkerStartError(self._start_error if in_time else f"not ready after {START_TIMEOUT_S:g} s")
+        return self._model
 
     def submit(
         self, request: Request, output_format: str, sample_rate: int | None, stream: bool, on_message: OnMessage
@@ -143,6 +153,7 @@ class Supervisor:
         if self._stop_at is None:
             self._stop_at = time.monotonic() + STOP_S
             os.eventfd_write(self._wake, 1)
+            self._set_start_error("it was stopped before it was ready")
 
     def stop(self) -> None:
         """`begin_stop`, and wait for it to be done."""
@@ -249,6 +260,7 @@ class Supervisor:
             elif isinstance(message, Ready):
                 logger.info("worker %d is ready", slot.index)
                 slot.worker.ready, slot.ready_since = True, time.monotonic()
+                self._model = self._model or message
                 if all(s.worker is not None and s.worker.ready for s in self._slots):
                     with self._started:
                         self._serving = True
@@ -298,7 +310,7 @@ class Supervisor:
         """The first start must succeed; later ones are tried again."""
         with self._started:
             if not self._serving:
-                self._start_error = reason
+                self._start_error = self._start_error or reason
                 self._started.notify_all()
 
 

@@ -178,7 +178,8 @@ def _serve(config: EngineConfig, inbox: zmq.Socket, outbox: Outbox) -> int:
         logger.exception("the engine did not start")
         outbox.post(StartFailed(f"{type(error).__name__}: {error}"))
         return 1
-    outbox.post(Ready(engine.sample_rate, engine.feat_dim, engine.patch_size))
+    rates = engine.sample_rate, engine.encoder_sample_rate
+    outbox.post(Ready(*rates, engine.feat_dim, engine.patch_size, engine.patch_samples))
     try:
         return Worker(engine, outbox).run(inbox)
     finally:

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from dq_engine.serving.messages import Cancel, Shutdown, StreamMessage, Submit, 
 
 logger = logging.getLogger(__name__)
 
+_PACKAGES = str(Path(__file__).parents[2])
 MAX_STREAMS = 8192
 """Requests at one worker, its queue included; the engine's own limits are usually lower."""
 SEND_TIMEOUT_MS = 1000
@@ -63,10 +65,13 @@ class WorkerProcess:
         self._inbox.set(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
         # The settings are complete: the environment's part of them must not be applied once more.
         settings = {f"DQ_ENGINE_{name.upper()}" for name in type(config).model_fields}
+        environment = {name: value for name, value in os.environ.items() if name not in settings}
+        if sysconfig.get_path("purelib") != _PACKAGES:  # found by sys.path, which the worker does not inherit
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_PACKAGES, os.environ.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "dq_engine.serving.worker", *(f"ipc://{path}" for path in self._paths)],
             stdin=subprocess.PIPE,
-            env={name: value for name, value in os.environ.items() if name not in settings},
+            env=environment,
         )
         with contextlib.suppress(BrokenPipeError):  # it died already, which the pidfd tells as well
             self.process.stdin.write(config.model_dump_json().encode() + b"\n")

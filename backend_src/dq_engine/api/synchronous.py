@@ -1,0 +1,69 @@
+"""The pool for use outside an event loop."""
+
+import queue
+from collections.abc import Iterator
+
+import numpy as np
+
+from dq_engine.api.pool import Pool, is_last
+from dq_engine.serving.messages import StreamMessage
+
+
+class SyncVoxCPM2ServerPool:
+    """Engine workers for one checkpoint; made by `VoxCPM.from_pretrained` outside an event loop, and ready.
+
+    The methods are those of `AsyncVoxCPM2ServerPool`, with the same parameters, results and errors.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        try:
+            pool.ready.result()
+        except BaseException:  # Ctrl-C too: nobody would have the pool to stop it
+            pool.stop()
+            raise
+
+    def stop(self) -> None:
+        """End the workers; what runs in them ends with an error."""
+        self._pool.stop()
+
+    def get_model_info(self) -> dict:
+        """sample_rate, encoder_sample_rate, output_sample_rate, channels, feat_dim, patch_size and model_path."""
+        return self._pool.model_info()
+
+    def generate(
+        self,
+        target_text: str,
+        prompt_latents: bytes | None = None,
+        prompt_text: str = "",
+        prompt_id: str | None = None,
+        max_generate_length: int | None = None,
+        temperature: float = 1.0,
+        cfg_value: float = 2.0,
+        ref_audio_latents: bytes | None = None,
+        lora_name: str | None = None,
+        seed: int | None = None,
+    ) -> Iterator[np.ndarray]:
+        """Speak a text; see `AsyncVoxCPM2ServerPool.generate`."""
+        request = self._pool.request(
+            target_text,
+            prompt_latents,
+            prompt_text,
+            prompt_id,
+            max_generate_length,
+            temperature,
+            cfg_value,
+            ref_audio_latents,
+            lora_name,
+            seed,
+        )
+        messages: queue.SimpleQueue[StreamMessage] = queue.SimpleQueue()
+        stream = self._pool.submit(request, messages.put)
+        try:
+            while True:
+                message = messages.get()
+                yield from self._pool.chunks(message)
+                if is_last(message):
+                    return
+        finally:
+            stream.cancel()  # nothing, where it has ended

@@ -1,0 +1,232 @@
+"""`from dq_engine import VoxCPM`: what programs written for nano-vllm-voxcpm call, and what they get back."""
+
+import asyncio
+import inspect
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import psutil
+import pytest
+from triton_server import ROOT
+
+from dq_engine import AsyncVoxCPM2ServerPool, SyncVoxCPM2ServerPool, VoxCPM
+from dq_engine.errors import CheckpointError
+from dq_engine.serving.supervisor import WorkerStartError
+
+SMALL = str(ROOT / "models" / "small")
+SENTENCE = "rachel wants five pretty flowers"
+PATCH = 7680
+
+
+def workers() -> list[int]:
+    return [p.pid for p in psutil.Process().children() if "dq_engine.serving.worker" in " ".join(p.cmdline())]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[SyncVoxCPM2ServerPool]:
+    """As in nano-vllm-voxcpm's synchronous example, but for the model and what a CPU needs."""
+    pool = VoxCPM.from_pretrained(
+        SMALL,
+        max_num_batched_tokens=8192,
+        max_num_seqs=16,
+        max_model_len=4096,
+        gpu_memory_utilization=0.95,
+        enforce_eager=False,
+        devices=[0],
+        threads=1,
+    )
+    assert isinstance(pool, SyncVoxCPM2ServerPool)
+    yield pool
+    pool.stop()
+    assert workers() == []
+
+
+def test_the_parameters_are_those_of_nano():
+    given = list(inspect.signature(VoxCPM.from_pretrained).parameters)
+    assert given[:-1] == (
+        "model inference_timesteps max_num_batched_tokens max_num_seqs max_model_len gpu_memory_utilization "
+        "enforce_eager devices lora_config"
+    ).split()
+    for pool in (AsyncVoxCPM2ServerPool, SyncVoxCPM2ServerPool):
+        names = list(inspect.signature(pool.generate).parameters)
+        assert names[1:] == (
+            "target_text prompt_latents prompt_text prompt_id max_generate_length temperature cfg_value "
+            "ref_audio_latents lora_name seed"
+        ).split()
+
+
+def test_the_readme_example_without_an_event_loop(pool):
+    model_info = pool.get_model_info()
+    assert model_info == {
+        "sample_rate": 48000,
+        "encoder_sample_rate": 16000,
+        "output_sample_rate": 48000,
+        "channels": 1,
+        "feat_dim": 64,
+        "patch_size": 4,
+        "model_path": SMALL,
+    }
+    chunks = []
+    for chunk in pool.generate(target_text=SENTENCE, cfg_value=1.5, seed=0):
+        chunks.append(chunk)
+    assert all(chunk.dtype == np.float32 and chunk.shape == (PATCH,) and chunk.flags.writeable for chunk in chunks)
+    wav = np.concatenate(chunks, axis=0)
+    assert 1.5 <= wav.size / model_info["sample_rate"] <= 5
+    assert 0.05 < np.abs(wav).max() < 1
+
+
+def test_the_readme_example_in_an_event_loop(pool):
+    """And the streams of one loop run together, each as if it were alone."""
+
+    async def main() -> list[np.ndarray]:
+        server = VoxCPM.from_pretrained(
+            model=SMALL,
+            devices=[0],
+            max_num_batched_tokens=8192,
+            max_num_seqs=16,
+            gpu_memory_utilization=0.95,
+            threads=1,
+        )
+        assert isinstance(server, AsyncVoxCPM2ServerPool)
+        await server.wait_for_ready()
+        model_info = await server.get_model_info()
+        assert int(model_info["sample_rate"]) == 48000
+
+        async def speak(seed: int) -> np.ndarray:
+            chunks = []
+            async for chunk in server.generate(target_text=SENTENCE, cfg_value=2, seed=seed):
+                assert chunk.dtype == np.float32 and chunk.shape == (PATCH,)
+                chunks.append(chunk)
+            return np.concatenate(chunks, axis=0)
+
+        together = await asyncio.gather(*(speak(seed) for seed in range(3)))
+        await server.stop()
+        with pytest.raises(RuntimeError, match="^UNAVAILABLE: "):
+            await speak(0)
+        return together
+
+    for seed, wav in enumerate(asyncio.run(main())):
+        alone = np.concatenate(list(pool.generate(SENTENCE, cfg_value=2, seed=seed)))
+        np.testing.assert_allclose(wav, alone, atol=1e-4)
+
+
+def test_a_length_is_a_number_of_chunks(pool):
+    chunks = list(pool.generate(SENTENCE, max_generate_length=3, seed=np.int64(0)))
+    assert [chunk.shape for chunk in chunks] == [(PATCH,)] * 3
+
+
+def latents(frames: int = 8, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).normal(size=(frames, 64)).astype(np.float32).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"target_text": " "}, "INVALID_ARG: target_text: is empty"),
+        ({"target_text": 5}, "INVALID_ARG: target_text: expected `str`, got `int`"),
+        ({"temperature": "hot"}, "INVALID_ARG: temperature: expected `float`, got `str`"),
+        ({"cfg_value": 10.5}, "INVALID_ARG: cfg_value: must be between 0 and 10, got 10.5"),
+        ({"seed": 2**70}, "INVALID_ARG: seed: must be between 0 and 2^63 - 1, got 1180591620717411303424"),
+        ({"max_generate_length": 0}, "INVALID_ARG: max_generate_length: must be at least 1, got 0"),
+        (
+            {"max_generate_length": 2000},
+            "INVALID_ARG: max_generate_length: 2000 and the prompt's 34 tokens exceed max_model_len (1024)",
+        ),
+        (
+            {"prompt_text": "hello"},
+            "INVALID_ARG: prompt_audio: is required with prompt_text: a prompt is a recording and its words",
+        ),
+        (
+            {"prompt_latents": latents()},
+            "INVALID_ARG: prompt_text: is required with prompt audio: a prompt is a recording and its words",
+        ),
+        (
+            {"prompt_latents": latents()[:-1], "prompt_text": "hello"},
+            "INVALID_ARG: prompt_latents: must hold float32 frames of 64 values, got 2047 bytes",
+        ),
+        (
+            {"ref_audio_latents": latents(6)},
+            "INVALID_ARG: ref_audio_latents: must have a multiple of 4 frames and at least one, got 6",
+        ),
+        ({"ref_audio_latents": [1.0]}, "INVALID_ARG: ref_audio_latents: must be bytes of float32 latents, got list"),
+        ({"prompt_id": "x"}, "NOT_FOUND: prompt_id: there is no stored prompt 'x'"),
+        (
+            {"prompt_id": "x", "prompt_text": "hello"},
+            "INVALID_ARG: prompt_id: cannot be combined with prompt_latents or prompt_text",
+        ),
+        ({"lora_name": "x"}, "NOT_FOUND: lora_name: there is no registered adapter 'x'"),
+    ],
+)
+def test_a_wrong_call_is_a_value_error(pool, parameters, message):
+    with pytest.raises(ValueError) as caught:
+        list(pool.generate(**{"target_text": SENTENCE, **parameters}))
+    assert str(caught.value) == message
+
+
+def test_who_stops_listening_frees_the_slot(pool):
+    (worker,) = workers()
+    for _ in range(20):  # 16 slots
+        stream = pool.generate("go", max_generate_length=200)
+        next(stream)
+        stream.close()
+    assert len(list(pool.generate(SENTENCE, max_generate_length=2))) == 2
+    assert workers() == [worker]
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "error", "message"),
+    [
+        ("/nowhere", {}, CheckpointError, "/nowhere is neither a directory nor a hub id"),
+        (str(ROOT), {}, CheckpointError, "config.json"),
+        (SMALL, {"speed": 2}, ValueError, "speed: Extra inputs are not permitted"),
+        (SMALL, {"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization: "),
+        (SMALL, {"devices": ["tpu"]}, ValueError, "devices: "),
+        (SMALL, {"devices": "0"}, ValueError, "devices: must be a list of devices, got '0'"),
+        (SMALL, {"max_num_batched_tokens": 8, "max_num_seqs": 16}, WorkerStartError, "max_num_batched_tokens"),
+    ],
+)
+def test_a_pool_that_cannot_be_says_why(pool, model, settings, error, message):
+    before = workers()
+    with pytest.raises(error, match=message):
+        VoxCPM.from_pretrained(model, **settings)
+    assert workers() == before
+
+
+def test_a_pool_that_is_stopped_while_it_starts():
+    async def main() -> None:
+        server = VoxCPM.from_pretrained(SMALL, devices=["cpu"])
+        waiting = asyncio.create_task(server.wait_for_ready())
+        await asyncio.sleep(0.1)
+        await server.stop()
+        await server.stop()
+        with pytest.raises(WorkerStartError, match="stopped before it was ready"):
+            await waiting
+
+    began = time.monotonic()
+    asyncio.run(main())
+    assert time.monotonic() - began < 10
+
+
+def test_a_worker_that_dies_raises_and_is_replaced(pool):
+    """The last test of this pool."""
+    (worker,) = workers()
+    stream = pool.generate(SENTENCE, max_generate_length=400)
+    next(stream)
+    threading.Timer(0.2, os.kill, (worker, signal.SIGKILL)).start()
+    with pytest.raises(RuntimeError, match="^INTERNAL: the engine worker 0 died; its streams are lost$"):
+        list(stream)
+    with pytest.raises(RuntimeError, match="^UNAVAILABLE: no engine worker is ready; a restart is under way$"):
+        list(pool.generate(SENTENCE))
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            assert len(list(pool.generate(SENTENCE, max_generate_length=2))) == 2
+            break
+        except RuntimeError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    assert workers() != [worker]
