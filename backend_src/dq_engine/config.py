@@ -71,6 +71,9 @@ class EngineConfig(BaseSettings):
     step_timeout_s: float | None = Field(
         default=None, gt=0, description="a longer step means a new worker; 30 on a GPU, 600 on a CPU"
     )
+    control_socket: str | None = Field(
+        default=None, description="Unix socket for voxcpm2_encode and voxcpm2_admin; one in a private folder by default"
+    )
 
     def of_workers(self) -> list["EngineConfig"]:
         """The settings of each engine worker: `devices` one by one, each in the place of `device`."""

@@ -10,6 +10,8 @@ from dq_engine.errors import RequestError, invalid
 
 MAX_TEXT_CHARACTERS = 4096
 MAX_AUDIO_BYTES = 16 * 2**20
+# Base64 of it, in lines of 64 characters with CR LF, and a data URL's prefix.
+MAX_ENCODED_AUDIO_BYTES = math.ceil(MAX_AUDIO_BYTES * 4 / 3 * 66 / 64) + 256
 MIN_AUDIO_SECONDS, MAX_AUDIO_SECONDS = 0.1, 60.0
 MAX_CFG, MAX_TEMPERATURE = 10.0, 2.0
 # A seed drawn for the user must survive JSON, whose numbers are doubles.

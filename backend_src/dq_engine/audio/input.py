@@ -11,12 +11,10 @@ import soxr
 from dq_engine.audio.reader import ReadError, read_mono
 from dq_engine.audio.wholeness import check_ogg, check_wav
 from dq_engine.errors import invalid
-from dq_engine.request import MAX_AUDIO_BYTES, MAX_AUDIO_SECONDS, MIN_AUDIO_SECONDS
+from dq_engine.request import MAX_AUDIO_BYTES, MAX_AUDIO_SECONDS, MAX_ENCODED_AUDIO_BYTES, MIN_AUDIO_SECONDS
 
 # Float files may go beyond full scale a little. Far beyond it they are integers in disguise, or an attack.
 MAX_AMPLITUDE = 100.0
-# Base64 in lines of 64 characters with CR LF, and a data URL's prefix.
-_MAX_ENCODED_BYTES = math.ceil(MAX_AUDIO_BYTES * 4 / 3 * 66 / 64) + 256
 _DATA_URL = re.compile(rb"data:[^,]{0,200};base64,", re.IGNORECASE)
 _WHITE_SPACE = b" \t\r\n"
 
@@ -67,7 +65,7 @@ def decode_audio(data: bytes, field: str, rate: int) -> np.ndarray:
 
 def _raw(data: bytes, field: str) -> bytes:
     """The file itself, where base64 of it was given."""
-    if len(data) > _MAX_ENCODED_BYTES or len(data) > MAX_AUDIO_BYTES and _is_audio(data):
+    if len(data) > MAX_ENCODED_AUDIO_BYTES or len(data) > MAX_AUDIO_BYTES and _is_audio(data):
         raise invalid(field, f"has {len(data)} bytes, the limit is {MAX_AUDIO_BYTES}")
     if not _is_audio(data):
         prefix = _DATA_URL.match(data)

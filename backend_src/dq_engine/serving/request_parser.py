@@ -66,7 +66,7 @@ def parse_request(inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any
         if name in _LATENTS:
             fields[name] = _latents(name, array)
         elif name in _SCALARS:
-            fields[name] = _scalar(name, array)
+            fields[name] = scalar(name, array, _SCALARS[name], text=name not in _RAW)
         else:
             raise invalid(name, "is not an input of this model")
     for name in ("voice", "lora"):
@@ -79,14 +79,24 @@ def parse_request(inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any
     return ParsedRequest(Request(**fields), output_format, sample_rate, stream)
 
 
-def _scalar(name: str, array: np.ndarray) -> Any:
-    expected = _SCALARS[name]
+def scalar(name: str, array: np.ndarray, expected: type, text: bool = True) -> Any:
+    """The one value of a tensor of shape [1].
+
+    Args:
+        name: the input's.
+        array: its tensor; a BYTES one is an object array of bytes.
+        expected: the dtype that it must have.
+        text: whether a BYTES tensor holds UTF-8, which becomes a str.
+
+    Raises:
+        RequestError: INVALID_ARG, another type or shape, or no UTF-8.
+    """
     if array.dtype != expected:
         raise invalid(name, f"must be of type {_TRITON_TYPES[expected]}, got {array.dtype}")
     if array.shape != (1,):
         raise invalid(name, f"must have shape [1], got {list(array.shape)}")
     value = array[0] if expected is np.object_ else array[0].item()
-    if expected is not np.object_ or name in _RAW:
+    if expected is not np.object_ or not text:
         return value
     try:
         return value.decode("utf-8")

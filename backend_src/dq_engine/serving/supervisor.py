@@ -3,6 +3,7 @@
 import itertools
 import logging
 import os
+import queue
 import shutil
 import signal
 import tempfile
@@ -19,11 +20,13 @@ from dq_engine.errors import RequestError
 from dq_engine.request import Request
 from dq_engine.serving.messages import (
     Audio,
+    Call,
     Failed,
     Finished,
     Heartbeat,
     Progress,
     Ready,
+    Result,
     StartFailed,
     Submit,
     decode_from_worker,
@@ -96,6 +99,13 @@ class Supervisor:
         self._model: Ready | None = None
         self._start_error: str | None = None
         self._stop_at: float | None = None
+        self.draining = False
+        """True while no requests are taken, so that those that run can end."""
+
+    @property
+    def ready_workers(self) -> list[int]:
+        """The numbers of the workers that serve."""
+        return [w.index for slot in self._slots if (w := slot.worker) is not None and w.ready]
 
     def start(self) -> None:
         """`begin_start` and `wait_until_ready`."""
@@ -138,15 +148,37 @@ class Supervisor:
         Raises:
             RequestError: UNAVAILABLE; then `on_message` is not called.
         """
-        ready = [w for slot in self._slots if (w := slot.worker) is not None and w.ready]
-        if self._stop_at is not None:
-            raise RequestError("UNAVAILABLE", "the server is shutting down")
-        if not ready:
-            raise RequestError("UNAVAILABLE", "no engine worker is ready; a restart is under way")
-        worker = min(ready, key=lambda w: w.load)
+        if self.draining:
+            raise RequestError("UNAVAILABLE", "the server is being drained")
+        worker = self._least_loaded()
         id = next(self._ids)
         worker.submit(Submit(id, request, output_format, sample_rate, stream), on_message)
         return RoutedStream(id, worker)
+
+    def call(
+        self, operation: str, arguments: dict, payload: bytes | None, timeout_s: float, worker: int | None = None
+    ) -> Result:
+        """Have a worker do something other than speak, and wait for it.
+
+        Args:
+            operation, arguments, payload: as in `Call`.
+            worker: which one; None for the one with the fewest streams.
+
+        Raises:
+            RequestError: of the operation; UNAVAILABLE if no worker is ready or none has answered within `timeout_s`.
+        """
+        process = self._least_loaded(worker)
+        answers: queue.SimpleQueue[Result | Failed] = queue.SimpleQueue()
+        id = next(self._ids)
+        process.submit(Call(id, operation, arguments, payload), answers.put)
+        try:
+            answer = answers.get(timeout=timeout_s)
+        except queue.Empty:
+            process.forget(id)
+            raise RequestError("UNAVAILABLE", f"{operation} was not answered within {timeout_s:g} s") from None
+        if isinstance(answer, Failed):
+            raise RequestError(answer.code, answer.message)
+        return answer
 
     def begin_stop(self) -> None:
         """Take no more requests and end the workers, within STOP_S seconds; streams that run end with UNAVAILABLE."""
@@ -169,6 +201,17 @@ class Supervisor:
             if (worker := slot.worker) is not None:
                 worker.process.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _least_loaded(self, index: int | None = None) -> WorkerProcess:
+        """The ready worker with the fewest streams, or the one of that number."""
+        ready = [w for slot in self._slots if (w := slot.worker) is not None and w.ready]
+        if self._stop_at is not None:
+            raise RequestError("UNAVAILABLE", "the server is shutting down")
+        if index is not None:
+            ready = [worker for worker in ready if worker.index == index]
+        if not ready:
+            raise RequestError("UNAVAILABLE", "no engine worker is ready; a restart is under way")
+        return min(ready, key=lambda w: w.load)
 
     # --- on the supervisor's thread ---
 
@@ -249,7 +292,7 @@ class Supervisor:
                 return
             message = decode_from_worker(data)
             slot.heard_at = time.monotonic()
-            if isinstance(message, Audio | Finished | Failed):
+            if isinstance(message, Audio | Finished | Failed | Result):
                 slot.worker.deliver(message, last=not isinstance(message, Audio))
             elif isinstance(message, Heartbeat):
                 self._on_heartbeat(slot.index, message.snapshot)

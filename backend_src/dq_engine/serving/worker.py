@@ -24,6 +24,7 @@ from dq_engine.config import EngineConfig
 from dq_engine.errors import CheckpointError, RequestError
 from dq_engine.request import Chunk
 from dq_engine.serving.messages import (
+    Call,
     Cancel,
     Failed,
     FromWorker,
@@ -36,6 +37,7 @@ from dq_engine.serving.messages import (
     decode_to_worker,
     encode,
 )
+from dq_engine.serving.operations import Operations
 from dq_engine.serving.outbox import Outbox, OutgoingStream
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class Worker:
 
     def __init__(self, engine, outbox: Outbox) -> None:
         self._engine, self._outbox = engine, outbox
+        self._operations = Operations(engine, outbox.post)
         self._streams = {}
         self._lock = threading.Lock()
         self._ended: set[int] = set()
@@ -90,6 +93,8 @@ class Worker:
                 self._submit(message)
             elif isinstance(message, Cancel):
                 self._cancel(message.id)
+            elif isinstance(message, Call):
+                self._operations.handle(message)
             elif isinstance(message, Shutdown):
                 return 0
 

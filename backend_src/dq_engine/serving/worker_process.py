@@ -15,7 +15,7 @@ import zmq
 
 from dq_engine.config import EngineConfig
 from dq_engine.errors import RequestError
-from dq_engine.serving.messages import Cancel, Shutdown, StreamMessage, Submit, ToWorker, encode
+from dq_engine.serving.messages import Call, Cancel, Result, Shutdown, StreamMessage, Submit, ToWorker, encode
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +25,11 @@ MAX_STREAMS = 8192
 SEND_TIMEOUT_MS = 1000
 SEND_QUEUE_MESSAGES = 256
 
-OnMessage = Callable[[StreamMessage], None]
+OnMessage = Callable[[StreamMessage | Result], None]
 _generation = itertools.count()
 
 
-def answer(on_message: OnMessage, message: StreamMessage) -> None:
+def answer(on_message: OnMessage, message: StreamMessage | Result) -> None:
     """Hand a stream a message; what its callback raises must not reach the other streams."""
     try:
         on_message(message)
@@ -83,8 +83,8 @@ class WorkerProcess:
         """Streams that it has."""
         return len(self._streams or ())
 
-    def submit(self, message: Submit, on_message: OnMessage) -> None:
-        """Hand it a request.
+    def submit(self, message: Submit | Call, on_message: OnMessage) -> None:
+        """Hand it a request; a call counts as a stream until it is answered.
 
         Raises:
             RequestError: UNAVAILABLE; then `on_message` is not called.
@@ -108,11 +108,17 @@ class WorkerProcess:
         if known:
             self._send(Cancel(id))
 
+    def forget(self, id: int) -> None:
+        """Nobody waits for the answer to a call any more."""
+        with self._lock:
+            if self._streams is not None:
+                self._streams.pop(id, None)
+
     def shut_down(self) -> None:
         """Ask it to end; streams that run are answered first."""
         self._send(Shutdown())
 
-    def deliver(self, message: StreamMessage, last: bool) -> None:
+    def deliver(self, message: StreamMessage | Result, last: bool) -> None:
         """Give a message to its stream; one for a stream that is over is dropped."""
         with self._lock:
             streams = self._streams or {}

@@ -13,7 +13,10 @@ import triton_python_backend_utils as pb_utils
 from dq_engine.config import EngineConfig
 from dq_engine.errors import RequestError
 from dq_engine.metrics import PREFIX, Definition, Metrics, Playback
+from dq_engine.serving.administration import Administration
 from dq_engine.serving.cancel_watcher import CancelWatcher
+from dq_engine.serving.control_server import ControlServer
+from dq_engine.serving.control_socket import ControlSocketError, socket_path
 from dq_engine.serving.messages import Audio, Failed, Finished, StreamMessage
 from dq_engine.serving.parent_watch import end_with_parent
 from dq_engine.serving.request_parser import ParsedRequest, parse_request
@@ -39,6 +42,13 @@ class TritonPythonModel:
             self._supervisor.start()
         except WorkerStartError as error:
             raise pb_utils.TritonModelException(f"the engine did not start: {error}") from None
+        try:
+            self._control = ControlServer(
+                socket_path(config.control_socket, self._name), Administration(self._supervisor, None).handle
+            )
+        except ControlSocketError as error:
+            self._supervisor.stop()
+            raise pb_utils.TritonModelException(str(error)) from None
 
     def execute(self, requests: list) -> None:
         self._was_served = True
@@ -74,6 +84,7 @@ class TritonPythonModel:
             return False
 
     def finalize(self) -> None:
+        self._control.close()
         self._supervisor.stop()
         self._watcher.stop()
         self._metrics.stop()

@@ -1,0 +1,64 @@
+"""Recordings to latents: passes them to the engine worker of voxcpm2, over its control socket."""
+
+import json
+import logging
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from dq_engine.errors import RequestError, invalid
+from dq_engine.request import MAX_AUDIO_BYTES, MAX_ENCODED_AUDIO_BYTES
+from dq_engine.serving.control_client import ControlClient, control_address
+from dq_engine.serving.control_protocol import ControlCall, ControlResult
+from dq_engine.serving.request_parser import scalar
+
+THREADS, MAX_WAITING = 16, 48
+TIMEOUT_S = 60.0
+
+
+class TritonPythonModel:
+    """One thin instance. `execute` returns at once; the answer comes on a thread of the client's."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        parameters = json.loads(args["model_config"])["parameters"]
+        address = control_address({name: value["string_value"] for name, value in parameters.items()})
+        self._client = ControlClient(*address, THREADS, MAX_WAITING)
+
+    def execute(self, requests: list) -> None:
+        # Request parameters mean nothing here, and are not refused: Triton passes headers of unary gRPC calls as some.
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+                self._client.submit(_call(inputs), lambda answer, sender=sender: _respond(sender, answer))
+            except RequestError as error:
+                _respond(sender, error)
+            except Exception as error:
+                logging.getLogger(__name__).exception("taking a request failed")
+                _respond(sender, RequestError("INTERNAL", f"taking the request failed: {error}"))
+
+    def finalize(self) -> None:
+        self._client.stop()
+
+
+def _call(inputs: dict[str, np.ndarray]) -> ControlCall:
+    audio = scalar("audio", inputs["audio"], np.object_, text=False)
+    if len(audio) > MAX_ENCODED_AUDIO_BYTES:
+        raise invalid("audio", f"has {len(audio)} bytes, the limit is {MAX_AUDIO_BYTES}")
+    purpose = scalar("purpose", inputs["purpose"], np.object_)
+    return ControlCall("encode", json.dumps({"purpose": purpose}).encode(), audio, timeout_s=TIMEOUT_S)
+
+
+def _respond(sender, answer: ControlResult | RequestError) -> None:
+    if isinstance(answer, RequestError):
+        response = pb_utils.InferenceResponse(
+            error=pb_utils.TritonError(str(answer), getattr(pb_utils.TritonError, answer.code))
+        )
+    else:
+        latents = np.frombuffer(answer.payload, np.float32).reshape(-1, 64)
+        seconds = np.array([answer.value["seconds"]], np.float32)
+        response = pb_utils.InferenceResponse(
+            [pb_utils.Tensor("latents", latents), pb_utils.Tensor("seconds", seconds)]
+        )
+    sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
