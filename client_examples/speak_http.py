@@ -48,8 +48,8 @@ def main() -> None:
     client = httpx.Client(base_url=args.url, timeout=httpx.Timeout(LONGEST_SILENCE_S, connect=10))
     pcm, began, first = [], time.perf_counter(), None
     for response in stream(client, fields):
-        first = first or time.perf_counter()
-        pcm.append(base64.b64decode(response["audio_bytes"]))
+        pcm.append(base64.b64decode(response["audio_bytes"]))  # nothing, while the request waits
+        first = first or (time.perf_counter() if pcm[-1] else None)
     end, rate = time.perf_counter(), response["sample_rate"]
     with open(args.output, "wb") as file, wave.open(file) as wav:
         wav.setparams((1, 2, rate, 0, "NONE", None))  # mono, 16 bits

@@ -49,6 +49,7 @@ arguments=(
     --model-control-mode="${MODEL_CONTROL_MODE:-none}"
     --http-address="${HOST:-0.0.0.0}" --http-port="${HTTP_PORT:-8000}"
     --grpc-address="${HOST:-0.0.0.0}" --grpc-port="${GRPC_PORT:-8001}"
+    --grpc-header-forward-pattern='^user-agent$' # by which voxcpm2 tells gRPC from HTTP, see its model.py
     --metrics-address="${HOST:-0.0.0.0}" --metrics-port="${METRICS_PORT:-8002}"
     --exit-timeout-secs="$exit_timeout_s"
     --log-verbose="${LOG_VERBOSE:-0}"

@@ -172,6 +172,7 @@ class DqCoreEngine:
             "active": active,
             "queued": max(0, len(self._accepted) - active),
             "preempted": sum(sequence.admitted > 0 for sequence in list(scheduler.waiting)),
+            "sample_rate": self.sample_rate,
             "slots": self._limits.max_num_seqs,
             "kv_blocks_total": scheduler.pool.num_blocks,
             "kv_blocks_free": scheduler.pool.num_available,

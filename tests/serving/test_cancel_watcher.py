@@ -13,6 +13,11 @@ class Stream:
         self.closed = False
         self.left = False
         self.asked = 0
+        self.kept_alive = 0
+
+    def keep_alive(self) -> None:
+        self.kept_alive += 1
+        assert self.kept_alive == self.asked + 1
 
     def is_cancelled(self) -> bool:
         self.asked += 1
@@ -50,6 +55,7 @@ def test_streams_are_asked_about_once_a_round(watcher):
     time.sleep(10 * ROUND_S)
     for stream, asked in zip(streams, before, strict=True):
         assert 5 <= stream.asked - asked <= 11
+        assert stream.asked <= stream.kept_alive <= stream.asked + 1
 
 
 def test_a_stream_that_is_closed_is_let_go(watcher):

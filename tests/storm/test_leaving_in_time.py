@@ -103,7 +103,7 @@ def begin(server) -> Iterator[Callable]:
             leave()
 
 
-@pytest.mark.parametrize("client", [over_grpc, killed], ids=lambda client: client.__name__)
+@pytest.mark.parametrize("client", [over_grpc, over_http, killed], ids=lambda client: client.__name__)
 def test_clients_that_wait_and_clients_that_speak(server, begin, client):
     before = set(server.leaving())
     speaking = begin(client, SLOTS)
@@ -122,31 +122,6 @@ def test_clients_that_wait_and_clients_that_speak(server, begin, client):
     print(f"noticed after {[round(s, 3) for s in noticed]} s, free {steps} steps later")
     assert statistics.median(noticed) < NOTICED_S
     assert max(steps) <= 2
-    _nothing_is_done_for_nobody(server)
-
-
-def test_http_clients_that_wait_and_http_clients_that_speak(server, begin):
-    """Triton 2.51 does not look at an HTTP connection before it has sent something on it, so a client that leaves while
-    it waits is noticed with its first patch."""
-    before = set(server.leaving())
-    speaking = begin(over_http, SLOTS)
-    wait_until(lambda: _counts(server) == (SLOTS, 0), 60, "the first speak")
-    waiting = begin(over_http, WAITING)
-    wait_until(lambda: _counts(server) == (SLOTS, WAITING), 60, "the others wait")
-    for leave in waiting:
-        leave()
-    left = time.monotonic()
-    for leave in speaking:
-        leave()
-    wait_until(lambda: len(_freed(server, before)) == SLOTS + WAITING, 30, "all are gone")
-    events = _freed(server, before)
-    noticed = [event["noticed"]["at"] - left for event in events[:SLOTS]]
-    steps = [event["freed"]["steps"] - event["noticed"]["steps"] for event in events]
-    generated = [event["freed"]["generated"] for event in events]
-    print(f"noticed after {[round(s, 3) for s in noticed]} s, free {steps} steps later, {generated} patches")
-    assert noticed[0] < NOTICED_S
-    assert max(steps) <= 2
-    assert sorted(generated)[WAITING - 1] < 60, "patches for clients that had left before their first"
     _nothing_is_done_for_nobody(server)
 
 

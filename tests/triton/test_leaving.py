@@ -1,16 +1,32 @@
 """Clients that leave, however they do it, free what they had."""
 
+import base64
 import json
+import queue
+import re
 import socket
 import subprocess
 import sys
 import time
 
+import httpx
+import numpy as np
 import pytest
-from talk import LONG, TEXT, Talk, active_streams, speak, wait_until
-from triton_server import ROOT
+from talk import LABELS, LONG, TEXT, Talk, active_streams, metrics, samples, speak, wait_until
+from triton_server import ROOT, TritonServer
 
 GONE_S = 4.0  # the gauge is set once a second
+
+
+@pytest.fixture(scope="module")
+def waiting_room():
+    """A server that speaks to one at a time."""
+    with TritonServer(model=ROOT / "models" / "small", environment={"DQ_ENGINE_MAX_NUM_SEQS": "1"}) as server:
+        yield server
+
+
+def _queued(server: TritonServer) -> float:
+    return metrics(server)[f"voxcpm2_queued_streams{LABELS}"]
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +77,65 @@ def test_a_dropped_http_stream(server):
     wait_until(lambda: active_streams(server) == 1, 5, "it speaks")
     connection.close()
     wait_until(lambda: active_streams(server) == 0, GONE_S, "it is gone")
+
+
+def test_a_dropped_http_request_that_waits(waiting_room):
+    """It gets a sign of life, once, in its format, and is let go while it waits; who waits over gRPC gets none."""
+    formats = {"f32": {"audio": []}, "opus_base64": {"audio_bytes": ""}}
+    with Talk(waiting_room, LONG) as first:
+        first.next()
+        with Talk(waiting_room, LONG) as second:
+            for output_format, nothing in formats.items():
+                fields = LONG | {"output_format": output_format, "sample_rate": 24000}
+                begun = time.monotonic()
+                connection = _http_request(waiting_room, fields)
+                reply = b""
+                while not reply.endswith(b"\n\n\r\n"):
+                    reply += connection.recv(4096)
+                assert time.monotonic() - begun > 0.1
+                (event,) = re.findall(rb"^data: (.+)$", reply, re.MULTILINE)
+                expected = {"model_name": "voxcpm2", "model_version": "1", "sample_rate": 24000, **nothing}
+                assert json.loads(event) == expected
+                connection.settimeout(0.4)
+                with pytest.raises(TimeoutError):  # once
+                    connection.recv(1)
+                wait_until(lambda: _queued(waiting_room) == 2, 3, "it waits")
+                connection.close()
+                wait_until(lambda: _queued(waiting_room) == 1, GONE_S, "it is gone")
+            with pytest.raises(queue.Empty):
+                second.next(timeout=0)
+        first.next()
+
+
+def test_a_sign_of_life_is_no_part_of_the_audio(waiting_room):
+    fields = {"text": TEXT, "seed": 3, "output_format": "wav_base64", "max_generate_length": 4}
+    with httpx.Client(base_url=f"http://{waiting_room.http_url}", timeout=60) as client:
+        alone = client.post("/v2/models/voxcpm2/generate_stream", json=fields)
+        with Talk(waiting_room, LONG) as first:
+            first.next()
+            with client.stream("POST", "/v2/models/voxcpm2/generate_stream", json=fields) as reply:
+                lines = reply.iter_lines()
+                events = [json.loads(next(line for line in lines if line)[6:])]
+                first.close()
+                events += [json.loads(line[6:]) for line in lines if line]
+    assert events[0]["audio_bytes"] == ""
+    expected = [json.loads(line[6:]) for line in alone.text.splitlines() if line]
+    assert expected[0]["audio_bytes"] != ""
+    audio = [b"".join(base64.b64decode(e["audio_bytes"]) for e in some) for some in (expected, events)]
+    assert len(audio[1]) == len(audio[0]) == 44 + 2 * 4 * 7680
+    np.testing.assert_allclose(*(np.frombuffer(a[44:], "<i2").astype(float) for a in audio), atol=4)
+
+
+def test_what_marks_grpc_is_no_input(waiting_room):
+    """Neither a JSON field nor a gRPC parameter of its name does anything, and what Triton forwards is not refused."""
+    fields = {"text": TEXT, "seed": 3, "stream": False, "max_generate_length": 1}
+    plain = samples(speak(waiting_room, fields))
+    with Talk(waiting_room, fields, parameters={"user-agent": "x"}) as talk:
+        np.testing.assert_allclose(samples(talk.rest()), plain, atol=1e-4)
+    reply = httpx.post(
+        f"http://{waiting_room.http_url}/v2/models/voxcpm2/generate", json=fields | {"user-agent": "x"}, timeout=60
+    )
+    np.testing.assert_allclose(reply.json()["audio"], plain, atol=1e-4)
 
 
 def test_one_that_never_reads_holds_up_nobody(server):

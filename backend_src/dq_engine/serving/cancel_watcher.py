@@ -13,9 +13,14 @@ ROUND_S = 0.1
 
 
 class Watched(Protocol):
-    """A stream that can be asked whether its client has left. `closed` is True once it has been answered in full."""
+    """A stream that can be asked whether its client has left. `closed` is True once it has been answered in full.
+
+    `keep_alive` is called before each question.
+    """
 
     closed: bool
+
+    def keep_alive(self) -> None: ...
 
     def is_cancelled(self) -> bool: ...
 
@@ -62,6 +67,7 @@ class CancelWatcher:
     @staticmethod
     def _ask(stream: Watched, on_cancelled: Callable[[], None]) -> bool:
         try:
+            stream.keep_alive()
             if not stream.is_cancelled():
                 return False
             on_cancelled()

@@ -22,6 +22,10 @@ from dq_engine.serving.parent_watch import end_with_parent
 from dq_engine.serving.request_parser import ParsedRequest, parse_request
 from dq_engine.serving.supervisor import RoutedStream, Supervisor, WorkerStartError
 
+GRPC_MARK = "user-agent"
+"""Request parameter of what came over gRPC: a header that docker/entrypoint.sh has Triton forward there only."""
+KEEP_ALIVE_S = 0.15
+
 
 class TritonPythonModel:
     """One thin instance; the engine runs in a worker process."""
@@ -34,6 +38,7 @@ class TritonPythonModel:
             settings["model"] = str((Path(args["model_repository"]) / settings["model"]).resolve())
         config = EngineConfig.from_parameters(settings)
         self._name, self._was_served = args["model_name"], False
+        self._sample_rate: int | None = None
         self._metrics = Metrics(_metric_family, args["model_name"], args["model_version"], workers=1)
         self._watcher = CancelWatcher()
         self._supervisor = Supervisor([config], self._heartbeat)
@@ -56,7 +61,11 @@ class TritonPythonModel:
             stream = ResponseStream(request.get_response_sender(), self._metrics)
             try:
                 inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-                parsed = parse_request(inputs, json.loads(request.parameters()))
+                parameters = json.loads(request.parameters())
+                over_http = parameters.pop(GRPC_MARK, None) is None
+                parsed = parse_request(inputs, parameters)
+                if over_http and parsed.stream:
+                    stream.keep_alive_rate = parsed.sample_rate or self._sample_rate
                 routed = stream.route(self._supervisor, parsed)
             except RequestError as error:
                 stream.fail(error.code, error.message)
@@ -69,6 +78,8 @@ class TritonPythonModel:
     def _heartbeat(self, worker: int, snapshot: dict | None) -> None:
         """Once a second, on the supervisor's thread."""
         self._metrics.heartbeat(worker, snapshot)
+        if snapshot is not None:
+            self._sample_rate = snapshot["sample_rate"]
         # Before it unloads a model or stops, Triton waits for running streams, and for ever for one that its client
         # cancelled just after its end. It calls nothing meanwhile, and may crash when its exit timeout is over (seen
         # with 2.51). So the streams and the worker are ended as soon as the model is on its way out.
@@ -100,9 +111,12 @@ class ResponseStream:
         self._sender, self._metrics = sender, metrics
         self._playback = Playback(time.monotonic())
         self._worker: int | None = None
+        self.keep_alive_rate: int | None = None
+        """In Hz; of a stream that must not wait in silence."""
         self._output_format, self._streamed = "f32", True
         # After the final response the sender must not be asked for anything: the server has freed what it points to.
         self._lock = threading.Lock()
+        self._responded = False
         self.closed = False
 
     def route(self, supervisor: Supervisor, request: ParsedRequest) -> RoutedStream:
@@ -154,14 +168,26 @@ class ResponseStream:
         self._send(pb_utils.InferenceResponse(error=error), last=True)
         self._metrics.failed(self._worker, code)
 
+    def keep_alive(self) -> None:
+        """Send an HTTP client that waits no audio, once.
+
+        Triton (2.51) does not read a connection before its first response, so it does not notice that it was closed.
+        """
+        waits = not self._responded and time.monotonic() - self._playback.arrived >= KEEP_ALIVE_S
+        if self.keep_alive_rate is not None and waits:
+            tensors = self._tensors(Audio(0, b"", self.keep_alive_rate))
+            self._send(pb_utils.InferenceResponse(tensors), last=False, if_first=True)
+
     def is_cancelled(self) -> bool:
         """Whether the client has left; a round trip to the server."""
         with self._lock:
             return not self.closed and self._sender.is_cancelled()
 
-    def _send(self, response, last: bool) -> None:
+    def _send(self, response, last: bool, if_first: bool = False) -> None:
         with self._lock:
-            self.closed = last
+            if if_first and self._responded:
+                return
+            self._responded, self.closed = True, last
             self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if last else 0)
 
 
