@@ -20,8 +20,8 @@ class BatchGraphs:
         function: of tensors whose first dimension is the batch; returns tensors [B, ...].
         examples: for each argument a tensor [1, ...] of the shape and dtype that it has.
         buckets: batch sizes to capture, ascending.
-        scratch_slot: for a function whose first argument, int64 [B], says which slots' state it uses: the slot, nobody's
-            own, of the rows that fill a bucket up. None for a function without state.
+        scratch_slot: for a function whose first argument, int64 [B], says which slots' state it uses: the slot of the
+            rows that fill a bucket up, whose state is nobody's. None for a function without state.
         progress: told how far it is, 0 to 1.
     """
 

@@ -87,7 +87,8 @@ def load(config: EngineConfig, path: Path, progress: Callable[[str, float], None
     step_seconds, prefill_seconds = {}, []
     if on_gpu and not config.enforce_eager:
         with torch.inference_mode():
-            buckets = parse_buckets(config.prefill_buckets) if config.prefill_graph else []
+            buckets = parse_buckets(config.prefill_buckets, config.max_num_batched_tokens)
+            buckets = buckets if config.prefill_graph else []
             decode, prefill_seconds = runner.capture(buckets, progress)
             vocode = vae.capture(runner.condition[:1], max_num_seqs, progress)
         step_seconds = {rows: seconds + vocode[rows] for rows, seconds in decode.items()}

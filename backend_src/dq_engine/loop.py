@@ -24,6 +24,10 @@ from dq_engine.vae.stage import DecodedStep, VaeStage
 logger = logging.getLogger(__name__)
 
 _NOTHING = np.zeros(0, np.float32)
+# Where the host runs ahead: how long before the device is done with a step the next one is made, and how much of the
+# step's expected time is not trusted.
+_LAUNCH_SECONDS = 0.002
+_DOUBT = 0.1
 
 
 class EngineLoop:
@@ -128,6 +132,8 @@ class EngineLoop:
         with self._wake:
             while not (self._arrived or self._cancelled or self.closed or self._in_flight or self.scheduler.busy):
                 self._wake.wait()
+            if self._in_flight:
+                self._wake.wait_for(lambda: self.closed, self._spare_seconds())
             if self.closed:
                 return False
             arrived, cancelled = list(self._arrived), list(self._cancelled)
@@ -140,6 +146,13 @@ class EngineLoop:
             for sequence in [s for s in (*self.scheduler.waiting, *self.scheduler.running) if s.stream in gone]:
                 self._end(sequence, Chunk(_NOTHING, finish_reason="cancelled"))
         return True
+
+    def _spare_seconds(self) -> float:
+        """How long the device needs no next step: whoever arrives until then can still be part of it."""
+        step, output, _ = self._in_flight[0]
+        begun = max(output.launched_at, self._last_step_end)
+        seconds = self._pacer.costs.step(len(step.sampled), sum(p.length for p in step.prefills))
+        return max(0.0, begun + (1 - _DOUBT) * seconds - _LAUNCH_SECONDS - time.monotonic())
 
     def _schedule(self) -> Step | None:
         now = time.monotonic()

@@ -82,6 +82,7 @@ class Runner:
         self.cfg_value, self.temperature = state(dtype=self.dtype), state(dtype=torch.float32)
         self.block_tables = state(-(-max_model_len // BLOCK_SIZE), dtype=torch.int32)
         self._decode_graphs: BatchGraphs | None = None
+        self._lm_graphs: BatchGraphs | None = None
         self._sample_graphs: BatchGraphs | None = None
         self._prefill_graphs: PrefillGraphs | None = None
 
@@ -108,6 +109,14 @@ class Runner:
         mu = torch.zeros(1, 2 * width, dtype=self.dtype, device=self.device)
         self._decode_graphs = BatchGraphs(
             self._decode_and_sample, [slots], buckets, self.scratch_slot, lambda x: progress("decode graphs", x)
+        )
+        # Beside streams whose prompt is complete only the language models' part: LocDiT then runs once for all.
+        self._lm_graphs = BatchGraphs(
+            lambda slots: self._decode(slots, self.max_model_len),
+            [slots],
+            buckets,
+            self.scratch_slot,
+            lambda x: progress("language model graphs", x),
         )
         self._sample_graphs = BatchGraphs(
             lambda slots, mu: (self._sample(slots, mu),),
@@ -170,20 +179,15 @@ class Runner:
             return None
         slots = self._to_device(np.array(slots, np.int64))
         completed, decoding = slots.split([len(slots) - len(step.decodes), len(step.decodes)])
-        if self._decode_graphs is not None:
-            parts = []
-            if len(completed):
-                parts.append((*self._sample_graphs(completed, mu), stop))
-            if len(decoding):
-                parts.append(self._decode_graphs(decoding))
-            latents, stop = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        if self._decode_graphs is not None and not len(completed):
+            latents, stop = self._decode_graphs(decoding)
         else:
+            parts = [(mu, stop)] if len(completed) else []
             if len(decoding):
-                outputs = self._decode(decoding, max(s.cache_length for s in step.decodes))
-                mu, stop = (
-                    outputs if mu is None else (torch.cat(pair) for pair in zip((mu, stop), outputs, strict=True))
-                )
-            latents = self._sample(slots, mu)
+                longest = max(s.cache_length for s in step.decodes)
+                parts.append(self._lm_graphs(decoding) if self._lm_graphs else self._decode(decoding, longest))
+            mu, stop = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+            latents = self._sample_graphs(slots, mu)[0] if self._sample_graphs else self._sample(slots, mu)
         return StepOutput(latents, slots, *self._to_host(stop, latents.float()), launched_at)
 
     def _sample(self, slots: torch.Tensor, mu: torch.Tensor) -> torch.Tensor:

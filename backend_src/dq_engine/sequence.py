@@ -174,8 +174,11 @@ class PromptBuilder:
         """
         text = request.text if request.control is None else f"({request.control.strip()}){request.text}"
         text = re.sub(r"\s+", " ", text)
-        target_tokens = len(self.tokenize(text))
-        ids = [*self.tokenize((request.prompt_text or "") + text), AUDIO_START]
+        ids = self.tokenize(text)
+        target_tokens = len(ids)
+        if request.prompt_text is not None:
+            ids = self.tokenize(request.prompt_text + text)
+        ids = [*ids, AUDIO_START]
         shape = (-1, self.patch_size, self.feat_dim)
         patches, rows = [np.zeros((0, *shape[1:]), np.float32)], []
         if request.reference_latents is not None:

@@ -22,7 +22,7 @@ def _both(heads: int, kv_heads: int, dim: int, contexts: list[int], queries: lis
     torch.manual_seed(0)
     counts = [-(-c // BLOCK_SIZE) for c in contexts]
     order = np.random.default_rng(0).permutation(sum(counts)).astype(np.int32)
-    tables = torch.full((len(contexts), max(counts) + 2), 10**6, dtype=torch.int32, device="cuda")
+    tables = torch.zeros((len(contexts), max(counts) + 2), dtype=torch.int32, device="cuda")
     for row, (count, end) in enumerate(zip(counts, np.cumsum(counts), strict=True)):
         tables[row, :count] = torch.from_numpy(order[end - count : end])
     shape = (sum(counts), BLOCK_SIZE, kv_heads, dim)
