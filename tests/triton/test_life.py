@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 import tritonclient.grpc as grpcclient
-from talk import LONG, MEDIUM, TEXT, Talk, active_streams, speak, wait_until
+from reference.recordings import write_voice
+from talk import LONG, MEDIUM, TEXT, Talk, active_streams, inputs, speak, wait_until
 from triton_server import ROOT, TritonServer
 from tritonclient.utils import InferenceServerException
 
@@ -21,7 +22,14 @@ def server():
         yield server
 
 
-MARKS = {"worker": "dq_engine.serving.worker", "stub": "triton_python_backend_stub", "server": "bin/tritonserver"}
+@pytest.fixture
+def voice(tmp_path) -> bytes:
+    """A recording that becomes 8 frames."""
+    return write_voice(tmp_path / "v.wav", seconds=0.3, rate=16_000, channels=1, pitch=150, seed=1).read_bytes()
+
+
+MARKS = {"worker": "dq_engine.serving.worker", "stub": "voxcpm2/1/model.py", "server": "bin/tritonserver"}
+"""In the first words of their command lines; of the stubs voxcpm2's own."""
 
 
 def _processes(server: TritonServer, kind: str) -> list[psutil.Process]:
@@ -48,7 +56,16 @@ def _serves(server: TritonServer) -> bool:
         return False
 
 
-def test_unload_and_load(server):
+def _encode(client: grpcclient.InferenceServerClient, audio: bytes) -> str:
+    """What a recording is answered with: the shape of its latents, or an error."""
+    try:
+        answer = client.infer("voxcpm2_encode", inputs({"audio": audio, "purpose": "prompt"}), client_timeout=60)
+    except InferenceServerException as error:
+        return error.message()
+    return str(answer.as_numpy("latents").shape)
+
+
+def test_unload_and_load(server, voice):
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
         for _ in range(2):
             (worker,) = _processes(server, "worker")
@@ -66,13 +83,15 @@ def test_unload_and_load(server):
             wait_until(lambda worker=worker: _ends(worker), 5, "the worker is gone")
             assert not client.is_model_ready("voxcpm2")
             wait_until(lambda: not _processes(server, "stub"), 5, "the stub is gone")
+            assert _encode(client, voice) == "UNAVAILABLE: the model voxcpm2 is not ready"
             client.load_model("voxcpm2")
             assert client.is_model_ready("voxcpm2")
+            assert _encode(client, voice) == "(8, 64)"
             assert speak(server, {"text": TEXT})[-1].as_numpy("finish_reason").tolist() == [b"stop"]
         wait_until(lambda: active_streams(server) == 0, 3, "the gauge is back")
 
 
-def test_a_reload_lets_running_streams_end(server):
+def test_a_reload_lets_running_streams_end(server, voice):
     (worker,) = _processes(server, "worker")
     with grpcclient.InferenceServerClient(server.grpc_url) as client, Talk(server, MEDIUM) as talk:
         talk.next()
@@ -83,6 +102,9 @@ def test_a_reload_lets_running_streams_end(server):
         assert speak(server, {"text": TEXT})[-1].as_numpy("finish_reason").tolist() == [b"stop"]
         assert talk.rest()[-1].as_numpy("finish_reason").tolist() == [b"length"]
     wait_until(lambda: _ends(worker), 10, "the old worker is gone")
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        wait_until(lambda: len(_processes(server, "stub")) == 1, 10, "the old stub is gone")
+        assert _encode(client, voice) == "(8, 64)", "the new one has taken the control socket over"
 
 
 def test_a_request_that_triton_never_frees_does_not_keep_the_worker(server):

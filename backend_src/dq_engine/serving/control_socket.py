@@ -10,8 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-_MAX_PATH_BYTES = 107
-"""Of a Unix socket's address, in Linux."""
 _BACKLOG = 128
 
 
