@@ -18,9 +18,8 @@ def main() -> None:
     for measured in json.loads(Path(sys.argv[1]).read_text())["experiments"]:
         setting, requests = measured["experiment"], measured["requests"]
         answered = [request for request in requests if request["response_timestamps"]]
-        print(
-            f"{setting['mode']} {setting['value']}: {len(requests)} requests, {len(requests) - len(answered)} unanswered"
-        )
+        unanswered = len(requests) - len(answered)
+        print(f"{setting['mode']} {setting['value']}: {len(requests)} requests, {unanswered} unanswered")
         for what, index in ("first", 0), ("last", -1):
             ms = [1e-6 * (request["response_timestamps"][index] - request["timestamp"]) for request in answered]
             if ms:
