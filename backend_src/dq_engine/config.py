@@ -10,6 +10,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from dq_engine.errors import CheckpointError
 
 _DEVICE = r"(auto(:\d+)?|cpu|cuda(:\d+)?)"
+_LAYER_TARGETS = r"(q|k|v|o|gate|up|down)_proj"
+_PROJECTION_TARGETS = r"(enc_to_lm|lm_to_dit|res_to_dit|fusion_concat)_proj"
 
 
 class EngineConfig(BaseSettings):
@@ -74,6 +76,30 @@ class EngineConfig(BaseSettings):
     control_socket: str | None = Field(
         default=None, description="Unix socket for voxcpm2_encode and voxcpm2_admin; one in a private folder by default"
     )
+    lora_max_loras: int = Field(default=0, ge=0, le=256, description="adapters on the device at once; 0 = no adapters")
+    lora_max_rank: int = Field(default=32, ge=1, le=256, description="largest rank of an adapter")
+    lora_max_registered: int = Field(default=256, ge=1, le=65536, description="adapters that may be registered")
+    lora_dir: str | None = Field(default=None, description="folder of the adapters; none is read from elsewhere")
+    lora_preload: str = Field(
+        default="", description="adapters to register and load at the start: name=path,... or a folder's name alone"
+    )
+    lora_target_modules_lm: str = Field(
+        default="q_proj,k_proj,v_proj,o_proj",
+        pattern=rf"^(none|{_LAYER_TARGETS}(,{_LAYER_TARGETS})*)$",
+        description="projections of the language models that adapters may change: some of q, k, v, o, gate, up, down, "
+        "each with _proj, or none",
+    )
+    lora_target_modules_dit: str = Field(
+        default="q_proj,k_proj,v_proj,o_proj",
+        pattern=rf"^(none|{_LAYER_TARGETS}(,{_LAYER_TARGETS})*)$",
+        description="the same of LocDiT",
+    )
+    lora_target_proj_modules: str = Field(
+        default="enc_to_lm_proj,lm_to_dit_proj,res_to_dit_proj,fusion_concat_proj",
+        pattern=rf"^(none|{_PROJECTION_TARGETS}(,{_PROJECTION_TARGETS})*)$",
+        description="projections between the models that adapters may change, or none",
+    )
+    prefill_graph_lora: bool = Field(default=False, description="run prompts that use adapters in CUDA graphs too")
 
     def of_workers(self) -> list["EngineConfig"]:
         """The settings of each engine worker: `devices` one by one, each in the place of `device`."""

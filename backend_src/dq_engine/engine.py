@@ -11,6 +11,7 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from dq_engine.errors import RequestError, invalid
 from dq_engine.kv_cache import BlockPool
 from dq_engine.loading import load
 from dq_engine.loop import EngineLoop
+from dq_engine.lora.registry import AdapterRegistry, Lease, parse_preload
 from dq_engine.pacing import Pacer
 from dq_engine.request import MAX_DRAWN_SEED, Chunk, Request
 from dq_engine.scheduler import Scheduler
@@ -40,8 +42,9 @@ class DqCoreEngine:
         self.config = config
         self._ids = itertools.count()
         self._lock = threading.Lock()
-        self._accepted: set[Stream] = set()
-        """Streams that have not ended; guarded by _lock."""
+        self._accepted: dict[Stream, Lease | None] = {}
+        """Streams that have not ended, and their holds on adapters; guarded by _lock."""
+        self._adapters: AdapterRegistry | None = None
 
     def start(self, progress: Callable[[str, float], None] | None = None) -> "DqCoreEngine":
         """Load the checkpoint and begin to serve; returns when a first patch has been made.
@@ -85,13 +88,24 @@ class DqCoreEngine:
         self._loop = EngineLoop(
             scheduler, pacer, self._runner, parts.vae, self._delivery, self._limits.queue_timeout_s, self._forget
         )
+        if checkpoint.lora is not None:
+            folder, most = Path(self.config.lora_dir), self.config.lora_max_registered
+            self._adapters = AdapterRegistry(checkpoint.lora, folder, most, self._loop.wake)
         progress("warm up", 0.0)
+        request = Request(text="warm up", max_generate_length=2)
         try:
-            for _ in self.submit(Request(text="warm up", max_generate_length=2)):
-                pass
+            for lease in (None,) if self._adapters is None else (None, self._adapters.warm_up_lease()):
+                for _ in self._submit(request, None, lease):
+                    pass
         except RequestError as error:
             self.stop()
             raise ValueError(f"the model does not run on this device: {error.message}") from error
+        try:
+            if self._adapters is not None:
+                self._adapters.preload(parse_preload(self.config.lora_preload))
+        except RequestError as error:
+            self.stop()
+            raise ValueError(f"lora_preload: {error.message}") from error
         pacer.forget()  # first steps are slow: kernels are compiled, memory is taken
         for rows, seconds in parts.step_seconds.items():
             pacer.costs.observe(rows, 0, seconds)
@@ -114,6 +128,18 @@ class DqCoreEngine:
                 the engine is not serving. What turns out later (a broken recording, say) ends the stream.
         """
         request.validate(self.feat_dim, self.patch_size)
+        if request.lora is None:
+            return self._submit(request, on_chunk, None)
+        if self._adapters is None:
+            raise RequestError("NOT_FOUND", f'lora: there is no registered adapter named "{request.lora}"')
+        lease = self._adapters.lease(request.lora)
+        try:
+            return self._submit(request, on_chunk, lease)
+        except BaseException:
+            self._adapters.release(lease)
+            raise
+
+    def _submit(self, request: Request, on_chunk: Callable[[Chunk], None] | None, lease: Lease | None) -> Stream:
         stream = Stream(next(self._ids), on_chunk, self._loop.cancel)
         seed = secrets.randbelow(MAX_DRAWN_SEED) if request.seed is None else request.seed
         recordings = [
@@ -121,16 +147,18 @@ class DqCoreEngine:
             for kind in ("prompt", "reference")
             if (audio := getattr(request, f"{kind}_audio")) is not None
         ]
-        sequence = None if recordings else self._prompts.build(request, stream, seed)
+        sequence = None if recordings else self._prompts.build(request, stream, seed, lease)
         with self._lock:
             if self._loop.closed is not None:
                 raise RequestError("UNAVAILABLE", self._loop.closed.message)
             if len(self._accepted) >= self._limits.max_num_seqs + self.config.queue_size:
                 raise RequestError("UNAVAILABLE", f"the queue is full ({self.config.queue_size} requests wait)")
-            self._accepted.add(stream)
+            self._accepted[stream] = lease
         if sequence is None:
             try:
-                self._encode.submit(recordings, lambda result: self._encoded(request, recordings, result, stream, seed))
+                self._encode.submit(
+                    recordings, lambda result: self._encoded(request, recordings, result, stream, seed, lease)
+                )
             except RequestError:
                 self._forget(stream)
                 raise
@@ -164,6 +192,43 @@ class DqCoreEngine:
             raise result
         return result[0].latents, result[0].seconds
 
+    def register_lora(self, name: str, path: str | Path) -> dict:
+        """Read an adapter from `lora_dir` and offer it under a name; a name that is taken gets it as a new version.
+
+        Args:
+            name: 1 to 64 letters, digits, and _ . -
+            path: of a folder with lora_weights.safetensors or .ckpt and lora_config.json, or of such a weights file;
+                relative to `lora_dir`, or absolute and below it.
+
+        Returns:
+            The adapter, as `list_loras` describes it.
+
+        Raises:
+            RequestError: NOT_FOUND, there is no such file; INVALID_ARG naming `name` or `path`, for a file that is no
+                adapter of this model, or when too many are registered; UNAVAILABLE while another call changes `name`.
+        """
+        return self._registry().register(name, path)
+
+    def unregister_lora(self, name: str) -> dict:
+        """Take an adapter back: new requests for it are answered NOT_FOUND, streams that use it finish.
+
+        Returns:
+            The adapter as it was, its state "draining" or "removed".
+
+        Raises:
+            RequestError: NOT_FOUND; UNAVAILABLE while another call changes `name`.
+        """
+        return self._registry().unregister(name)
+
+    def list_loras(self) -> list[dict]:
+        """The adapters; see `AdapterRegistry.list`."""
+        return [] if self._adapters is None else self._adapters.list()
+
+    def _registry(self) -> AdapterRegistry:
+        if self._adapters is None:
+            raise invalid("name", "this engine was started without room for adapters (lora_max_loras is 0)")
+        return self._adapters
+
     def snapshot(self) -> dict:
         """What the engine holds right now, and what it has done since its start (`dq_engine.metrics` names it all)."""
         scheduler, closed = self._loop.scheduler, self._loop.closed
@@ -184,12 +249,15 @@ class DqCoreEngine:
             "vae_seconds": self._delivery.vae_seconds,
             **self._loop.counters,
             **self._runner.counters,
+            **({} if self._adapters is None else self._adapters.snapshot()),
         }
 
     def stop(self) -> None:
         """End the engine; streams that still run end with UNAVAILABLE."""
         closed = self._loop.stop()
         self._encode.stop(closed)
+        if self._adapters is not None:
+            self._adapters.stop()
         self._delivery.stop()
 
     def __enter__(self) -> "DqCoreEngine":
@@ -205,6 +273,7 @@ class DqCoreEngine:
         result: list[Encoded] | RequestError,
         stream: Stream,
         seed: int,
+        lease: Lease | None,
     ) -> None:
         """A request's recordings have been encoded (on the encode stage's thread)."""
         try:
@@ -213,7 +282,7 @@ class DqCoreEngine:
             changes: dict = {recording.field: None for recording in recordings}
             for recording, encoded in zip(recordings, result, strict=True):
                 changes["prompt_latents" if recording.is_prompt else "reference_latents"] = encoded.latents
-            sequence = self._prompts.build(dataclasses.replace(request, **changes), stream, seed)
+            sequence = self._prompts.build(dataclasses.replace(request, **changes), stream, seed, lease)
         except RequestError as error:
             self._refuse(stream, error)
             return
@@ -226,4 +295,6 @@ class DqCoreEngine:
 
     def _forget(self, stream: Stream) -> None:
         with self._lock:
-            self._accepted.discard(stream)
+            lease = self._accepted.pop(stream, None)
+        if lease is not None:
+            self._adapters.release(lease)

@@ -9,6 +9,7 @@ import torch
 
 from dq_engine.attention.base import BLOCK_SIZE
 from dq_engine.config import EngineConfig
+from dq_engine.lora.layers import LoraSettings
 from dq_engine.model.checkpoint import Checkpoint, load_checkpoint
 from dq_engine.prefill_graphs import parse_buckets
 from dq_engine.runner import Runner
@@ -67,7 +68,8 @@ def load(config: EngineConfig, path: Path, progress: Callable[[str, float], None
             f"max_num_batched_tokens ({config.max_num_batched_tokens}) must exceed max_num_seqs ({max_num_seqs}): "
             "every running stream takes one token of a step"
         )
-    checkpoint = load_checkpoint(path, device, dtype, config.inference_timesteps, progress)
+    lora = _lora_settings(config)
+    checkpoint = load_checkpoint(path, device, dtype, config.inference_timesteps, progress, lora)
     max_model_len = _max_model_len(config, checkpoint)
     runner = Runner(checkpoint, config.attention, config.inference_timesteps, max_num_seqs, max_model_len)
     decoder = StreamingDecoder(checkpoint.vae, max_num_seqs + 1)
@@ -89,7 +91,7 @@ def load(config: EngineConfig, path: Path, progress: Callable[[str, float], None
         with torch.inference_mode():
             buckets = parse_buckets(config.prefill_buckets, config.max_num_batched_tokens)
             buckets = buckets if config.prefill_graph else []
-            decode, prefill_seconds = runner.capture(buckets, progress)
+            decode, prefill_seconds = runner.capture(buckets, config.prefill_graph_lora, progress)
             vocode = vae.capture(runner.condition[:1], max_num_seqs, progress)
         step_seconds = {rows: seconds + vocode[rows] for rows, seconds in decode.items()}
     encoder = VaeEncoder(checkpoint.vae, checkpoint.model.patch_size)
@@ -111,6 +113,18 @@ def _device(setting: str) -> torch.device:
             raise ValueError(f"device is {setting}, but there are {torch.cuda.device_count()} CUDA devices")
         torch.cuda.set_device(device)
     return device
+
+
+def _lora_settings(config: EngineConfig) -> LoraSettings | None:
+    if not config.lora_max_loras:
+        return None
+    if config.lora_dir is None or not Path(config.lora_dir).is_dir():
+        raise ValueError(f"lora_max_loras is {config.lora_max_loras}, but lora_dir ({config.lora_dir}) is no folder")
+    lm, dit, between = (
+        [] if names == "none" else names.split(",")
+        for names in (config.lora_target_modules_lm, config.lora_target_modules_dit, config.lora_target_proj_modules)
+    )
+    return LoraSettings(config.lora_max_loras, config.lora_max_rank, lm, dit, between)
 
 
 def _max_model_len(config: EngineConfig, checkpoint: Checkpoint) -> int:

@@ -28,6 +28,8 @@ _NOTHING = np.zeros(0, np.float32)
 # step's expected time is not trusted.
 _LAUNCH_SECONDS = 0.002
 _DOUBT = 0.1
+_LOOK_S = 0.1
+"""How often the deadlines of streams are looked at that wait for their adapters, when nobody else runs."""
 
 
 class EngineLoop:
@@ -99,6 +101,11 @@ class EngineLoop:
             self._cancelled.append(stream)
             self._wake.notify()
 
+    def wake(self) -> None:
+        """Have the loop look at who waits: an adapter has been loaded."""
+        with self._wake:
+            self._wake.notify()
+
     def stop(self) -> RequestError:
         """End the thread and with it every stream; the error that they ended with."""
         with self._wake:
@@ -131,7 +138,9 @@ class EngineLoop:
         """Take in what the other threads brought; sleeps when there is nothing to do. False when it is time to end."""
         with self._wake:
             while not (self._arrived or self._cancelled or self.closed or self._in_flight or self.scheduler.busy):
-                self._wake.wait()
+                self._wake.wait(_LOOK_S if self.scheduler.waiting else None)
+                if self.scheduler.waiting:
+                    break
             if self._in_flight:
                 self._wake.wait_for(lambda: self.closed, self._spare_seconds())
             if self.closed:
@@ -159,6 +168,9 @@ class EngineLoop:
         for sequence in self._expired(now):
             message = f"waited {self._queue_timeout_s:g} s for a free slot (queue_timeout_s)"
             self._end(sequence, Chunk(_NOTHING, error=RequestError("UNAVAILABLE", message)))
+        for sequence in [s for s in self.scheduler.waiting if s.adapter is not None and s.adapter.error is not None]:
+            self._end(sequence, Chunk(_NOTHING, error=sequence.adapter.error))
+        self.scheduler.reserve_adapters()
         plan = self._pacer.plan(self.scheduler.running, now)
         if admitted := self.scheduler.admit(plan.admissions):
             self._start(admitted, now)

@@ -80,6 +80,11 @@ class PromptBatch:
         """How many prompts end in this step."""
         return sum(p.completes for p in self.prefills)
 
+    def adapters(self) -> np.ndarray:
+        """int64 [A], the adapter slot (or -1) of the prompt of each patch."""
+        counts = [last - first for first, last in self._patch_ranges]
+        return np.repeat([p.sequence.adapter_slot for p in self.prefills], counts)
+
     def patches(self) -> np.ndarray:
         """float32 [A, patch_size, feat_dim], all patches among the tokens."""
         ranges = zip(self.prefills, self._patch_ranges, strict=True)

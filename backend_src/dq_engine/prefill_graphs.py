@@ -47,7 +47,7 @@ class PrefillGraphs:
     """The graphs.
 
     Args:
-        encode: LocEnc, [A, patch_size, feat_dim] to [A, hidden].
+        encode: LocEnc, [A, patch_size, feat_dim] to [A, hidden]; None leaves it to the caller.
         forward: of the parts of an array and of `encoded` [1 + A, hidden]; returns tensors [prompts, ...].
         buckets: what to capture.
         patches: an example, [1, patch_size, feat_dim].
@@ -60,7 +60,7 @@ class PrefillGraphs:
     @torch.inference_mode()
     def __init__(
         self,
-        encode: Callable[[torch.Tensor], torch.Tensor],
+        encode: Callable[[torch.Tensor], torch.Tensor] | None,
         forward: Callable[[PrefillArrays, torch.Tensor], tuple[torch.Tensor, ...]],
         buckets: Sequence[Bucket],
         patches: torch.Tensor,
@@ -73,9 +73,10 @@ class PrefillGraphs:
         self._scratch_slot, self._scratch_row = scratch_slot, scratch_row
         most = max(tokens for _, tokens in buckets)
         self._encoded = patches.new_zeros(1 + most, hidden)
-        self._encode = BatchGraphs(
-            lambda patches: (encode(patches),), [patches], patch_buckets(most), None, lambda x: progress(x / 2)
-        )
+        if encode is not None:
+            self._encode = BatchGraphs(
+                lambda patches: (encode(patches),), [patches], patch_buckets(most), None, lambda x: progress(x / 2)
+            )
         self._graphs: dict[PrefillShape, tuple[torch.cuda.CUDAGraph, torch.Tensor, tuple[torch.Tensor, ...]]] = {}
         self.seconds: dict[PrefillShape, float] = {}
         """How long the device takes for each bucket, LocEnc aside."""
@@ -101,8 +102,12 @@ class PrefillGraphs:
         return sorted((shape.tokens, seconds) for shape, seconds in self.seconds.items())
 
     @torch.inference_mode()
-    def __call__(self, batch: PromptBatch) -> tuple[torch.Tensor, ...] | None:
-        """Run prompts; what is returned is the caller's own, its first rows are the batch's. None if no bucket fits."""
+    def __call__(self, batch: PromptBatch, encoded: torch.Tensor | None = None) -> tuple[torch.Tensor, ...] | None:
+        """Run prompts; what is returned is the caller's own, its first rows are the batch's. None if no bucket fits.
+
+        Args:
+            encoded: [A, hidden], the batch's patches encoded, where that is left to the caller.
+        """
         need = batch.shape
         fitting = [s for s in self._graphs if s.prompts >= need.prompts and s.tokens >= need.tokens]
         if not fitting:
@@ -111,10 +116,10 @@ class PrefillGraphs:
         shape = min(fitting, key=self.seconds.__getitem__)
         self.counters["prefill_graph_hits"] += 1
         self.counters["prefill_padding_tokens"] += shape.tokens - need.tokens
-        patches = batch.patches()
-        if len(patches):
+        if encoded is None and len(patches := batch.patches()):
             (encoded,) = self._encode(_upload(patches, self._encoded.device).to(self._encoded.dtype))
-            self._encoded[1 : 1 + len(patches)] = encoded
+        if encoded is not None:
+            self._encoded[1 : 1 + len(encoded)] = encoded
         graph, array, outputs = self._graphs[shape]
         array.copy_(_upload(batch.array(shape, self._scratch_slot, self._scratch_row), array.device))
         graph.replay()

@@ -37,6 +37,7 @@ class Request:
             model; 2 by default.
         max_generate_length: most patches to make; replaces the guard of 6 x text tokens + 10.
         return_latents: hand the generated latents out with the last chunk.
+        lora: name of a registered adapter to speak with.
     """
 
     text: str
@@ -52,6 +53,7 @@ class Request:
     min_generate_length: int | None = None
     max_generate_length: int | None = None
     return_latents: bool = False
+    lora: str | None = None
 
     @property
     def has_prompt(self) -> bool:

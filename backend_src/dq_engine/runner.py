@@ -1,7 +1,9 @@
 """One step on the device. The state of every stream lives there, in tensors indexed by slot."""
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,10 +83,14 @@ class Runner:
         """The place in the stream of the token that is fed back at step n is offset + n."""
         self.cfg_value, self.temperature = state(dtype=self.dtype), state(dtype=torch.float32)
         self.block_tables = state(-(-max_model_len // BLOCK_SIZE), dtype=torch.int32)
-        self._decode_graphs: BatchGraphs | None = None
-        self._lm_graphs: BatchGraphs | None = None
-        self._sample_graphs: BatchGraphs | None = None
-        self._prefill_graphs: PrefillGraphs | None = None
+        self._lora = checkpoint.lora
+        self.adapters = torch.full_like(self.seeds, -1)
+        """The adapter slot of each stream, or -1."""
+        # Each by whether any of the streams has an adapter; those without are not slowed down by there being adapters.
+        self._decode_graphs: dict[bool, BatchGraphs] = {}
+        self._lm_graphs: dict[bool, BatchGraphs] = {}
+        self._sample_graphs: dict[bool, BatchGraphs] = {}
+        self._prefill_graphs: dict[bool, PrefillGraphs] = {}
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Make the KV cache: `num_blocks` for the streams, and one for the scratch slot."""
@@ -93,12 +99,13 @@ class Runner:
         self._scratch_row = num_blocks * BLOCK_SIZE
 
     def capture(
-        self, prefill_buckets: list[Bucket], progress: Callable[[str, float], None]
+        self, prefill_buckets: list[Bucket], prefill_adapters: bool, progress: Callable[[str, float], None]
     ) -> tuple[dict[int, float], list[tuple[int, float]]]:
         """Capture the decode step, prefill, and LocDiT for the streams that come out of it, as CUDA graphs.
 
         Args:
             prefill_buckets: of prompts and tokens; none for an eager prefill.
+            prefill_adapters: also of prompts that use adapters.
 
         Returns:
             Seconds of a decode step, by its number of streams; numbers of prompt tokens, ascending, and their seconds.
@@ -107,51 +114,63 @@ class Runner:
         slots = torch.full((1,), self.scratch_slot, device=self.device)
         width = self.diffusion.estimator.in_proj.out_features
         mu = torch.zeros(1, 2 * width, dtype=self.dtype, device=self.device)
-        self._decode_graphs = BatchGraphs(
-            self._decode_and_sample, [slots], buckets, self.scratch_slot, lambda x: progress("decode graphs", x)
-        )
-        # Beside streams whose prompt is complete only the language models' part: LocDiT then runs once for all.
-        self._lm_graphs = BatchGraphs(
-            lambda slots: self._decode(slots, self.max_model_len),
-            [slots],
-            buckets,
-            self.scratch_slot,
-            lambda x: progress("language model graphs", x),
-        )
-        self._sample_graphs = BatchGraphs(
-            lambda slots, mu: (self._sample(slots, mu),),
-            [slots, mu],
-            buckets,
-            self.scratch_slot,
-            lambda x: progress("LocDiT graphs", x),
-        )
-        if prefill_buckets and self.attention.backend.graphs_prefill:
-            self._prefill_graphs = PrefillGraphs(
-                self.backbone.encode,
-                self._forward_prompts,
+        for adapters in (False, True) if self._lora is not None else (False,):
+            name = " with adapters" if adapters else ""
+            self._decode_graphs[adapters] = BatchGraphs(
+                lambda slots, a=adapters: self._decode_and_sample(slots, a),
+                [slots],
+                buckets,
+                self.scratch_slot,
+                lambda x, n=name: progress("decode graphs" + n, x),
+            )
+            # Beside streams whose prompt is complete only the language models' part: LocDiT then runs once for all.
+            self._lm_graphs[adapters] = BatchGraphs(
+                lambda slots, a=adapters: self._decode(slots, self.max_model_len, a),
+                [slots],
+                buckets,
+                self.scratch_slot,
+                lambda x, n=name: progress("language model graphs" + n, x),
+            )
+            self._sample_graphs[adapters] = BatchGraphs(
+                lambda slots, mu, a=adapters: (self._sample(slots, mu, a),),
+                [slots, mu],
+                buckets,
+                self.scratch_slot,
+                lambda x, n=name: progress("LocDiT graphs" + n, x),
+            )
+            if not prefill_buckets or not self.attention.backend.graphs_prefill or adapters and not prefill_adapters:
+                continue
+            self._prefill_graphs[adapters] = PrefillGraphs(
+                None if adapters else self.backbone.encode,
+                lambda parts, encoded, a=adapters: self._forward_prompts(parts, encoded, a),
                 prefill_buckets,
                 self.condition[:1],
                 self.backbone.hidden_size,
                 self.attention.queries_per_tile,
                 self.scratch_slot,
                 self._scratch_row,
-                lambda x: progress("prefill graphs", x),
+                lambda x, n=name: progress("prefill graphs" + n, x),
             )
-        return self._decode_graphs.seconds, [] if self._prefill_graphs is None else self._prefill_graphs.token_seconds
+        prefill_seconds = self._prefill_graphs[False].token_seconds if self._prefill_graphs else []
+        return self._decode_graphs[False].seconds, prefill_seconds
 
     @property
     def counters(self) -> dict[str, int]:
         """How often prompts ran in a graph, how often none fitted, and how many tokens of padding that cost."""
-        return {} if self._prefill_graphs is None else self._prefill_graphs.counters
+        total: Counter[str] = Counter()
+        for graphs in self._prefill_graphs.values():
+            total.update(graphs.counters)
+        return dict(total)
 
     @torch.inference_mode()
     def start(self, sequences: list[Sequence]) -> None:
         """Put the state of sequences that were admitted, or are back after a preemption, into their slots."""
         slots = self._to_device(np.array([s.slot for s in sequences], np.int64))
         # The patch that comes out of the prompt is fed back, after the prompt, at the step after it.
-        numbers = [(s.generated, s.prompt_length - (s.generated + 1), s.seed) for s in sequences]
-        steps, offsets, seeds = self._to_device(np.array(numbers, np.int64)).unbind(1)
+        numbers = [(s.generated, s.prompt_length - (s.generated + 1), s.seed, s.adapter_slot) for s in sequences]
+        steps, offsets, seeds, adapters = self._to_device(np.array(numbers, np.int64)).unbind(1)
         self.steps[slots], self.offset[slots], self.seeds[slots] = steps, offsets, seeds
+        self.adapters[slots] = adapters
         scales = np.array([(s.cfg_value, s.temperature) for s in sequences], np.float32)
         cfg_value, temperature = self._to_device(scales).unbind(1)
         self.cfg_value[slots], self.temperature[slots] = cfg_value.to(self.dtype), temperature
@@ -179,29 +198,33 @@ class Runner:
             return None
         slots = self._to_device(np.array(slots, np.int64))
         completed, decoding = slots.split([len(slots) - len(step.decodes), len(step.decodes)])
-        if self._decode_graphs is not None and not len(completed):
-            latents, stop = self._decode_graphs(decoding)
+        if self._decode_graphs and not len(completed):
+            latents, stop = self._decode_graphs[_any_adapter(step.decodes)](decoding)
         else:
             parts = [(mu, stop)] if len(completed) else []
             if len(decoding):
-                longest = max(s.cache_length for s in step.decodes)
-                parts.append(self._lm_graphs(decoding) if self._lm_graphs else self._decode(decoding, longest))
+                adapters, longest = _any_adapter(step.decodes), max(s.cache_length for s in step.decodes)
+                graphs = self._lm_graphs.get(adapters)
+                parts.append(graphs(decoding) if graphs else self._decode(decoding, longest, adapters))
             mu, stop = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-            latents = self._sample_graphs(slots, mu)[0] if self._sample_graphs else self._sample(slots, mu)
+            adapters = _any_adapter(step.sampled)
+            graphs = self._sample_graphs.get(adapters)
+            latents = graphs(slots, mu)[0] if graphs else self._sample(slots, mu, adapters)
         return StepOutput(latents, slots, *self._to_host(stop, latents.float()), launched_at)
 
-    def _sample(self, slots: torch.Tensor, mu: torch.Tensor) -> torch.Tensor:
+    def _sample(self, slots: torch.Tensor, mu: torch.Tensor, adapters: bool) -> torch.Tensor:
         """The next patch of each stream, kept as its state and returned, [R, patch_size, feat_dim]."""
         noise = patch_noise(self.seeds[slots], self.steps[slots], self.patch_size, self.feat_dim)
         noise = (noise * self.temperature[slots][:, None, None]).transpose(1, 2).to(self.dtype)
-        latents = self.diffusion.forward(noise, mu, self.condition[slots], self.cfg_value[slots])
+        with self._lora.sampling(self.adapters[slots]) if adapters else contextlib.nullcontext():
+            latents = self.diffusion.forward(noise, mu, self.condition[slots], self.cfg_value[slots])
         self.condition[slots] = latents
         self.steps[slots] += slots != self.scratch_slot
         return latents
 
-    def _decode_and_sample(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mu, stop = self._decode(slots, self.max_model_len)
-        return self._sample(slots, mu), stop
+    def _decode_and_sample(self, slots: torch.Tensor, adapters: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        mu, stop = self._decode(slots, self.max_model_len, adapters)
+        return self._sample(slots, mu, adapters), stop
 
     def _extend_block_tables(self, grown: list[Sequence]) -> None:
         rows, columns, blocks = zip(*((s.slot, len(s.blocks) - 1, s.blocks[-1]) for s in grown), strict=True)
@@ -212,18 +235,32 @@ class Runner:
         """Take prompt tokens in; mu and stop of the streams whose prompt is complete."""
         # The prompts that end here first: theirs are the rows that are returned.
         batch = PromptBatch(sorted(prefills, key=lambda p: not p.completes), self.attention.queries_per_tile)
-        outputs = self._prefill_graphs(batch) if self._prefill_graphs is not None else None
+        adapters = _any_adapter(p.sequence for p in prefills)
+        graphs = self._prefill_graphs.get(adapters)
+        encoded = self._encode(batch, adapters) if adapters or graphs is None else None
+        outputs = graphs(batch, encoded) if graphs is not None else None
         if outputs is None:
-            encoded = self.condition.new_zeros(1, self.backbone.hidden_size)
-            if len(patches := batch.patches()):
-                encoded = torch.cat([encoded, self.backbone.encode(self._to_device(patches).to(self.dtype))])
+            encoded = self._encode(batch, adapters) if encoded is None else encoded
+            encoded = torch.cat([encoded.new_zeros(1, self.backbone.hidden_size), encoded])
             array = self._to_device(batch.array(batch.shape, self.scratch_slot, self._scratch_row))
-            outputs = self._forward_prompts(batch.shape.split(array), encoded, batch.lengths)
+            outputs = self._forward_prompts(batch.shape.split(array), encoded, adapters, batch.lengths)
         mu, stop = outputs
         return mu[: batch.completed], stop[: batch.completed]
 
+    def _encode(self, batch: PromptBatch, adapters: bool) -> torch.Tensor:
+        """LocEnc's outputs for a batch's patches, [A, hidden]."""
+        patches = batch.patches()
+        if not len(patches):
+            return self.condition.new_zeros(0, self.backbone.hidden_size)
+        with self._lora.encoding(self._to_device(batch.adapters())) if adapters else contextlib.nullcontext():
+            return self.backbone.encode(self._to_device(patches).to(self.dtype))
+
     def _forward_prompts(
-        self, parts: PrefillArrays, encoded: torch.Tensor, lengths: list[tuple[int, int]] | None = None
+        self,
+        parts: PrefillArrays,
+        encoded: torch.Tensor,
+        adapters: bool,
+        lengths: list[tuple[int, int]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.attention.metadata = PagedMetadata(
             slots=parts.cache_slots,
@@ -234,11 +271,15 @@ class Runner:
             tiles=parts.tiles,
             lengths=lengths,
         )
-        return self.backbone.prefill(
-            PromptTokens(parts.token_ids, parts.positions, encoded, parts.patch_index, parts.sample_rows)
-        )
+        tokens = PromptTokens(parts.token_ids, parts.positions, encoded, parts.patch_index, parts.sample_rows)
+        if not adapters:
+            return self.backbone.prefill(tokens)
+        used = self.adapters[parts.slots]
+        cut = parts.tiles, self.attention.queries_per_tile, parts.query_starts
+        with self._lora.prompts(used, *cut, len(parts.token_ids)):
+            return self.backbone.prefill(tokens)
 
-    def _decode(self, slots: torch.Tensor, max_context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(self, slots: torch.Tensor, max_context: int, adapters: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Feed each stream its last patch; mu and stop for the next."""
         positions = self.offset[slots] + self.steps[slots]
         tables = self.block_tables[slots]
@@ -249,7 +290,8 @@ class Runner:
             context_lens=(positions + 1).to(torch.int32),
             max_context=max_context,
         )
-        return self.backbone.decode(self.condition[slots], positions)
+        with self._lora.decoding(self.adapters[slots]) if adapters else contextlib.nullcontext():
+            return self.backbone.decode(self.condition[slots], positions)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
@@ -266,3 +308,7 @@ class Runner:
         ready = torch.cuda.Event()
         ready.record()
         return *host, ready
+
+
+def _any_adapter(sequences: Iterable[Sequence]) -> bool:
+    return any(s.adapter is not None for s in sequences)

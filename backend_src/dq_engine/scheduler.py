@@ -69,8 +69,8 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do, now or later."""
-        return bool(self.waiting or self.running)
+        """Whether there is anything to do now; not while all who wait do so for their adapters to be loaded."""
+        return bool(self.running) or any(s.adapter is None or not s.adapter.loading for s in self.waiting)
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -82,11 +82,23 @@ class Scheduler:
         else:
             self._release(sequence)
 
+    def reserve_adapters(self) -> None:
+        """Have the adapters of those who wait loaded, who waits longest first, as far as there are slots for them."""
+        for sequence in self.waiting:
+            if sequence.adapter is not None and not sequence.adapter.reserve():
+                break
+
     def admit(self, limit: int) -> list[Sequence]:
-        """Give slots and blocks to at most `limit` of those who have waited longest, as far as both last."""
+        """Give slots and blocks to at most `limit` of those who have waited longest, as far as both last.
+
+        Who waits for an adapter holds up nobody else.
+        """
         admitted = []
-        while self.waiting and self._free_slots and len(admitted) < limit:
-            sequence = self.waiting[0]
+        for sequence in tuple(self.waiting):
+            if not self._free_slots or len(admitted) == limit:
+                break
+            if sequence.adapter is not None and not sequence.adapter.loaded:
+                continue
             # The last token is computed in any case: the first patch comes out of it.
             prefix = self.pool.lookup(sequence.keys[: (sequence.prompt_length - 1) // self.pool.block_size])
             count = self.pool.blocks_for(sequence.prompt_length) - len(prefix)
@@ -96,7 +108,7 @@ class Scheduler:
             blocks = self.pool.allocate(count, prefix)
             if blocks is None:
                 break
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             sequence.blocks, sequence.slot = blocks, self._free_slots.pop()
             sequence.prefilled = len(prefix) * self.pool.block_size
             self.running.append(sequence)

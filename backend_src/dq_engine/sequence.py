@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from dq_engine.errors import RequestError, invalid
+from dq_engine.lora.registry import Lease
 from dq_engine.request import Request
 from dq_engine.stream import Stream
 
@@ -35,6 +36,7 @@ class Sequence:
         keys: of each full block of the prompt, what it and all before it hold (see `block_keys`).
         min_length: a stop is obeyed after patch i (from 0) if i > min_length.
         max_patches: most patches to generate.
+        adapter: the hold on the adapter that it uses.
     """
 
     stream: Stream
@@ -48,6 +50,7 @@ class Sequence:
     min_length: int
     max_patches: int
     return_latents: bool
+    adapter: Lease | None = None
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -74,6 +77,11 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.prompt_tokens = self.prompt_length
+
+    @property
+    def adapter_slot(self) -> int:
+        """Of its adapter on the device; -1 for none."""
+        return -1 if self.adapter is None else self.adapter.slot
 
     @property
     def prompt_length(self) -> int:
@@ -111,7 +119,7 @@ class Sequence:
         opaque = [f"generated {self.stream.id} {index}".encode() for index in range(self.generated)]
         contents = token_contents(self.token_ids, self.patches, self.patch_rows)
         contents[self.prompt_tokens :] = opaque
-        self.keys = block_keys(contents, block_size)
+        self.keys = block_keys(contents, block_size, _adapter_key(self.adapter))
         self.prefilled = 0
         self.vae_state = vae_state if self.generated else None
 
@@ -122,6 +130,10 @@ def token_contents(token_ids: np.ndarray, patches: np.ndarray, patch_rows: np.nd
     for row, patch in zip(patch_rows, patches, strict=True):
         contents[row] = patch.tobytes()
     return contents
+
+
+def _adapter_key(adapter: Lease | None) -> bytes:
+    return b"" if adapter is None else adapter.adapter.key
 
 
 def block_keys(contents: list[bytes], block_size: int, adapter: bytes = b"") -> list[bytes]:
@@ -166,8 +178,11 @@ class PromptBuilder:
         with self._lock:
             return self._tokenizer(text)
 
-    def build(self, request: Request, stream: Stream, seed: int) -> Sequence:
+    def build(self, request: Request, stream: Stream, seed: int, adapter: Lease | None = None) -> Sequence:
         """Lay the request's tokens out: [reference] text [prompt].
+
+        Args:
+            adapter: the stream's hold on the adapter that the request names.
 
         Raises:
             RequestError: INVALID_ARG, the request does not fit max_model_len.
@@ -212,11 +227,12 @@ class PromptBuilder:
             token_ids=token_ids,
             patches=patches,
             patch_rows=patch_rows,
-            keys=block_keys(token_contents(token_ids, patches, patch_rows), self.block_size),
+            keys=block_keys(token_contents(token_ids, patches, patch_rows), self.block_size, _adapter_key(adapter)),
             seed=seed,
             cfg_value=request.cfg_value,
             temperature=request.temperature,
             min_length=DEFAULT_MIN_LENGTH if low is None else low,
             max_patches=high,
             return_latents=request.return_latents,
+            adapter=adapter,
         )

@@ -92,8 +92,8 @@ def test_every_input_and_output_is_named_as_in_the_model_configuration():
     configuration = (ROOT / "model_repository/voxcpm2/config.pbtxt").read_text()
     names = re.findall(r'\{ name: "(\w+)", data_type: ', configuration)
     described = set(re.findall(r"`(\w+)`", README))
-    # Stored voices and adapters belong to the contract; there are none yet, and nothing is said of them.
-    assert set(names) - described == {"voice", "lora"}
+    # Stored voices belong to the contract; there are none yet, and nothing is said of them.
+    assert set(names) - described == {"voice"}
 
 
 @pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md"])

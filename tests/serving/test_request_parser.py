@@ -38,6 +38,7 @@ def test_text_alone_leaves_every_default():
         ("min_generate_length", np.array([3], np.int32), 3),
         ("max_generate_length", np.array([9], np.int32), 9),
         ("return_latents", np.array([True]), True),
+        ("lora", _text(b"ann"), "ann"),
     ],
 )
 def test_scalars_become_plain_python_values(name, array, value):
@@ -90,7 +91,7 @@ def test_how_audio_comes_back():
         ),
         ({**TEXT, "voice": _text(b"ann")}, {}, 'NOT_FOUND: voice: there is no stored voice named "ann"'),
         ({**TEXT, "voice": _text(b"")}, {}, 'NOT_FOUND: voice: there is no stored voice named ""'),
-        ({**TEXT, "lora": _text(b"x")}, {}, 'NOT_FOUND: lora: there is no registered adapter named "x"'),
+        ({**TEXT, "lora": _text(b"\xff")}, {}, "INVALID_ARG: lora: is not UTF-8: invalid start byte at byte 0"),
     ],
 )
 def test_a_wrong_tensor_is_named(inputs, parameters, message):

@@ -17,6 +17,7 @@ from torch.nn.utils import remove_weight_norm
 from transformers import LlamaTokenizerFast
 
 from dq_engine.errors import CheckpointError
+from dq_engine.lora.layers import LoraLayers, LoraSettings
 from dq_engine.nano import AudioVAEV2, VoxCPM2Config, VoxCPM2Model, copy_weight, mask_multichar_chinese_tokens
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class Checkpoint:
         vae: the AudioVAE in float32 on the device.
         tokenizer: text -> token ids, Chinese tokens of several characters split into single ones.
         mean_mode: LocDiT is conditioned on the length of its Euler steps.
+        lora: the model's layers that take adapters, if it was loaded with any.
     """
 
     config: VoxCPM2Config
@@ -41,12 +43,21 @@ class Checkpoint:
     vae: AudioVAEV2
     tokenizer: Callable[[str], list[int]]
     mean_mode: bool
+    lora: LoraLayers | None
 
 
 def load_checkpoint(
-    path: Path, device: torch.device, dtype: torch.dtype, timesteps: int, progress: Progress
+    path: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    timesteps: int,
+    progress: Progress,
+    lora: LoraSettings | None = None,
 ) -> Checkpoint:
     """Load everything under `path`; `progress` is told what is being done and how far it is (0 to 1).
+
+    Args:
+        lora: make room for adapters.
 
     Raises:
         CheckpointError: something is missing, unreadable or not supported; says which and how to mend it.
@@ -55,14 +66,15 @@ def load_checkpoint(
     progress("tokenizer", 0.0)
     tokenizer = _load_tokenizer(path)
     with _default_dtype(dtype), torch.device(device):
-        model = VoxCPM2Model(config, timesteps)
+        model = VoxCPM2Model(config, timesteps, None if lora is None else lora.model_config())
+    layers = None if lora is None else LoraLayers(model, lora)
     _load_weights(model, path, progress)
     progress("audio VAE", 0.0)
     vae = _load_vae(config, path).to(device)
     for module in (model, vae):
         module.eval().requires_grad_(False)
     progress("audio VAE", 1.0)
-    return Checkpoint(config, model, vae, tokenizer, mean_mode)
+    return Checkpoint(config, model, vae, tokenizer, mean_mode, layers)
 
 
 @contextlib.contextmanager

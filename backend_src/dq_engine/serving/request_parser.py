@@ -55,7 +55,7 @@ def parse_request(inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any
         parameters: the request parameters; JSON fields that are no inputs arrive among them.
 
     Raises:
-        RequestError: INVALID_ARG naming the field, or NOT_FOUND for a voice or an adapter that is not there.
+        RequestError: INVALID_ARG naming the field, or NOT_FOUND for a voice that is not there.
     """
     for name in parameters:
         raise invalid(name, "is neither an input nor a parameter of this model")
@@ -69,10 +69,8 @@ def parse_request(inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any
             fields[name] = scalar(name, array, _SCALARS[name], text=name not in _RAW)
         else:
             raise invalid(name, "is not an input of this model")
-    for name in ("voice", "lora"):
-        if (value := fields.pop(name, None)) is not None:
-            kind = "stored voice" if name == "voice" else "registered adapter"
-            raise RequestError("NOT_FOUND", f'{name}: there is no {kind} named "{value}"')
+    if (voice := fields.pop("voice", None)) is not None:
+        raise RequestError("NOT_FOUND", f'voice: there is no stored voice named "{voice}"')
     output_format = fields.pop("output_format", "f32")
     sample_rate = fields.pop("sample_rate", None)
     stream = fields.pop("stream", True)

@@ -1,0 +1,1 @@
+"""Adapters: their files, their slots on the device, who uses them."""

@@ -1,0 +1,93 @@
+"""Copies adapters into their slots on the device, on a thread of its own: no step waits for it."""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dq_engine.lora.layers import AdapterWeights, LoraLayers
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Load:
+    weights: AdapterWeights
+    after: torch.cuda.Event | None
+
+
+class SlotLoader:
+    """Loads slots one after the other.
+
+    Args:
+        layers: whose slots.
+        on_done: called on the loader's thread with a slot, the weights for it, and None or why they are not there.
+    """
+
+    def __init__(self, layers: LoraLayers, on_done: Callable[[int, AdapterWeights, Exception | None], None]) -> None:
+        self._layers, self._on_done = layers, on_done
+        self._on_gpu = layers.device.type == "cuda"
+        if self._on_gpu:
+            # Adapters lie in memory that can be paged out; what the device copies from cannot.
+            self._staging = torch.empty(layers.slot(0).shape, dtype=layers.dtype, pin_memory=True)
+            self._stream = torch.cuda.Stream(layers.device)
+        self._wake = threading.Condition()
+        self._pending: dict[int, _Load] = {}
+        """The last load asked for of each slot, the first asked for first; guarded by _wake, as _stopped is."""
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="dq-lora-loader", daemon=True)
+        self._thread.start()
+
+    def load(self, slot: int, weights: AdapterWeights) -> None:
+        """Put an adapter into a slot that nothing launched from now on uses until it is done.
+
+        To be called on the thread that launches steps: what it has launched is let finish first.
+        """
+        after = None
+        if self._on_gpu:
+            after = torch.cuda.Event()
+            after.record(torch.cuda.current_stream(self._layers.device))
+        with self._wake:
+            self._pending.pop(slot, None)
+            self._pending[slot] = _Load(weights, after)
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """End the thread; loads that have not begun are not made."""
+        with self._wake:
+            self._stopped = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._pending and not self._stopped:
+                    self._wake.wait()
+                if self._stopped:
+                    return
+                slot = next(iter(self._pending))
+                load = self._pending.pop(slot)
+            error = None
+            try:
+                self._copy(slot, load)
+            except Exception as fault:  # of the device, or of memory: the streams that wait for it must be told
+                logger.exception("loading an adapter failed")
+                error = fault
+            self._on_done(slot, load.weights, error)
+
+    @torch.inference_mode()
+    def _copy(self, slot: int, load: _Load) -> None:
+        target = self._layers.slot(slot)
+        if not self._on_gpu:
+            self._layers.pack(load.weights, target)
+            return
+        self._layers.pack(load.weights, self._staging)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(load.after)
+            target.copy_(self._staging, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        done.synchronize()  # the next load writes to the same staging memory

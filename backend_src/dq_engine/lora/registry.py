@@ -1,0 +1,334 @@
+"""The adapters that requests can name, and who holds which slot. Any thread may call."""
+
+import itertools
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dq_engine.errors import RequestError, invalid
+from dq_engine.lora.adapter_file import read_adapter
+from dq_engine.lora.layers import AdapterWeights, LoraLayers
+from dq_engine.lora.loader import SlotLoader
+from dq_engine.nano import LoRARuntime
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(eq=False)
+class Adapter:
+    """One version of an adapter: what was registered under a name at one time.
+
+    Args:
+        name: as requests give it.
+        version: counts all registrations of an engine.
+        runtime_id: its number in nano-vllm-voxcpm's LoRA manager.
+        loaded: it is in its slot on the device.
+    """
+
+    name: str
+    version: int
+    weights: AdapterWeights
+    registered_at: float
+    runtime_id: int = -1
+    loaded: bool = False
+    error: RequestError | None = None
+    """Why it could not be loaded, the last time."""
+
+    @property
+    def key(self) -> bytes:
+        """What tells its KV blocks from all others'."""
+        return b"%d %s" % (self.version, self.name.encode())
+
+
+@dataclass(eq=False)
+class Lease:
+    """A stream's hold on an adapter, from its submission to its end. The adapter stays as it is meanwhile.
+
+    Args:
+        slot: the adapter's on the device, which stays there while a lease has it; -1 before `reserve`.
+    """
+
+    registry: "AdapterRegistry" = field(repr=False)
+    adapter: Adapter
+    slot: int = -1
+    released: bool = False
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the adapter is in `slot`, so that steps may use it."""
+        return self.slot >= 0 and self.adapter.loaded
+
+    @property
+    def loading(self) -> bool:
+        """Whether it is on its way there."""
+        return self.slot >= 0 and not self.adapter.loaded and self.error is None
+
+    @property
+    def error(self) -> RequestError | None:
+        """Why it could not be loaded."""
+        return self.adapter.error if self.slot >= 0 else None
+
+    def reserve(self) -> bool:
+        """Get a slot and have the adapter loaded into it; False while all slots are in use by others.
+
+        To be called on the thread that launches steps.
+        """
+        return self.slot >= 0 or self.registry._reserve(self)
+
+
+class AdapterRegistry:
+    """Registers adapters by name. Which adapter has a slot, and which loses it, is nano-vllm-voxcpm's manager's to say.
+
+    Args:
+        layers: the model's LoRA layers.
+        folder: adapters are read from files in it only.
+        max_registered: adapters that may be registered, those included that only running streams still use.
+        on_loaded: called, on some other thread, when an adapter has been loaded.
+    """
+
+    def __init__(self, layers: LoraLayers, folder: Path, max_registered: int, on_loaded: Callable[[], None]) -> None:
+        self._layers, self._folder, self._max_registered = layers, folder, max_registered
+        self._on_loaded = on_loaded
+        self._reading = threading.Lock()  # one file in memory at a time
+        self._lock = threading.Condition()
+        """Guards all below, and the state of adapters and leases; notified when an adapter has been loaded."""
+        self._runtime = LoRARuntime(layers.num_slots, layers.max_rank)
+        self._versions = itertools.count(1)
+        self._current: dict[str, Adapter] = {}
+        self._adapters: dict[int, Adapter] = {}
+        """Those that are registered or still in use, by runtime_id."""
+        self._changing: set[str] = set()
+        """Names of which a file is being read."""
+        self._owners: dict[int, Adapter] = {}
+        """Whose matrices a slot has, or will have."""
+        self._counters: Counter[str] = Counter(lora_loads=0, lora_evictions=0)
+        self._loader = SlotLoader(layers, self._done)
+
+    def register(self, name: str, path: str | Path) -> dict:
+        """Read an adapter from the folder and offer it under a name, from now on in the place of one that has it.
+
+        Args:
+            name: 1 to 64 letters, digits, and _ . -
+            path: see `read_adapter`.
+
+        Returns:
+            As of `list`.
+
+        Raises:
+            RequestError: see `read_adapter`; INVALID_ARG for the name, or when there are too many adapters;
+                UNAVAILABLE while the same name is being changed.
+        """
+        if not _NAME.fullmatch(name):
+            raise invalid("name", "must be 1 to 64 letters, digits, and _ . -")
+        with self._lock:
+            self._begin(name)
+        try:
+            with self._reading:
+                weights = read_adapter(self._folder, str(path), self._layers)
+            return self._add(name, weights)
+        finally:
+            with self._lock:
+                self._changing.discard(name)
+
+    def unregister(self, name: str) -> dict:
+        """Take an adapter back: no new request gets it; streams that use it finish.
+
+        Returns:
+            As of `list`; its state is "draining" while streams use it, else "removed".
+
+        Raises:
+            RequestError: NOT_FOUND, UNAVAILABLE while the same name is being changed.
+        """
+        with self._lock:
+            if name in self._changing:
+                raise _busy(name)
+            if (adapter := self._current.pop(name, None)) is None:
+                raise RequestError("NOT_FOUND", f'name: there is no registered adapter named "{name}"')
+            self._retire(adapter)
+            return self._describe(adapter)
+
+    def list(self) -> list[dict]:
+        """Every adapter that is registered or still in use, in the order of registration.
+
+        Each with `name`, `version`, `rank`, `alpha`, `bytes` on the host, `state` ("ready": on the device,
+        "registered": would be loaded, "loading", "draining": unregistered or replaced, but in use), `streams` that use
+        it, and `registered_at` in seconds since the epoch.
+        """
+        with self._lock:
+            return [self._describe(adapter) for adapter in self._adapters.values()]
+
+    def lease(self, name: str) -> Lease:
+        """Hold an adapter for a stream.
+
+        Raises:
+            RequestError: NOT_FOUND.
+        """
+        with self._lock:
+            if (adapter := self._current.get(name)) is None:
+                raise RequestError("NOT_FOUND", f'lora: there is no registered adapter named "{name}"')
+            self._runtime.on_sequence_enqueued(adapter.runtime_id)
+            return Lease(self, adapter)
+
+    def release(self, lease: Lease) -> None:
+        """A stream is over."""
+        with self._lock:
+            if lease.released:
+                return
+            lease.released = True
+            runtime_id, holds_slot = lease.adapter.runtime_id, lease.slot >= 0
+            if holds_slot:
+                self._touch(runtime_id)
+            self._runtime.on_sequence_finished(runtime_id, was_running=holds_slot)
+            self._forget_removed()
+
+    def preload(self, adapters: dict[str, str]) -> None:
+        """Register adapters, name -> path, and load as many as there are slots; returns when they are loaded.
+
+        Raises:
+            RequestError: see `register`.
+        """
+        leases = []
+        try:
+            for name, path in adapters.items():
+                self.register(name, path)
+                if len(leases) < self._layers.num_slots:
+                    leases.append(self.lease(name))
+                    leases[-1].reserve()
+            with self._lock:
+                while any(lease.loading for lease in leases):
+                    self._lock.wait()
+            for lease in leases:
+                if lease.error is not None:
+                    raise lease.error
+        finally:
+            for lease in leases:
+                self.release(lease)
+
+    def warm_up_lease(self) -> Lease:
+        """An adapter that changes nothing and that nobody can name, for the first steps; gone with its lease."""
+        with self._lock:
+            adapter = self._enter("", AdapterWeights(1, 1.0, {}, {}))
+            self._runtime.on_sequence_enqueued(adapter.runtime_id)
+            self._retire(adapter)
+            return Lease(self, adapter)
+
+    def snapshot(self) -> dict[str, int]:
+        """Adapters that requests can name, slots, and the loads into slots and evictions from them so far."""
+        return {"loras_registered": len(self._current), "lora_slots": self._layers.num_slots, **self._counters}
+
+    def stop(self) -> None:
+        """End the loader's thread."""
+        self._loader.stop()
+
+    def _begin(self, name: str) -> None:
+        if name in self._changing:
+            raise _busy(name)
+        # The adapter that is replaced may stay in use for a while: it counts.
+        if len(self._adapters) + len(self._changing) >= self._max_registered:
+            message = f"{self._max_registered} adapters are registered or in use, the limit (lora_max_registered)"
+            raise invalid("name", message)
+        self._changing.add(name)
+
+    def _add(self, name: str, weights: AdapterWeights) -> dict:
+        with self._lock:
+            adapter = self._enter(name, weights)
+            if (replaced := self._current.get(name)) is not None:
+                self._retire(replaced)
+            self._current[name] = adapter
+            return self._describe(adapter)
+
+    def _enter(self, name: str, weights: AdapterWeights) -> Adapter:
+        adapter = Adapter(name, next(self._versions), weights, time.time())
+        # The manager knows versions by names of their own: one may drain while another takes its name.
+        adapter.runtime_id = self._runtime.register_lora(f"{name}@{adapter.version}", weights)
+        self._adapters[adapter.runtime_id] = adapter
+        return adapter
+
+    def _retire(self, adapter: Adapter) -> None:
+        self._runtime.unregister_lora(f"{adapter.name}@{adapter.version}")
+        self._forget_removed()
+
+    def _forget_removed(self) -> None:
+        """Let go of adapters that the manager has let go of, with their host memory."""
+        present = {entry.adapter_id for entry in self._runtime.list_loras()}
+        for runtime_id in [i for i in self._adapters if i not in present]:
+            adapter = self._adapters.pop(runtime_id)
+            adapter.loaded = False
+            for slot in [slot for slot, owner in self._owners.items() if owner is adapter]:
+                del self._owners[slot]
+
+    def _reserve(self, lease: Lease) -> bool:
+        with self._lock:
+            adapter, runtime_id = lease.adapter, lease.adapter.runtime_id
+            running = {e.adapter_id for e in self._runtime.list_loras() if e.gpu_running_ref_count}
+            if not self._runtime.can_schedule(running, runtime_id):
+                return False
+            self._runtime.on_sequence_started(runtime_id)
+            lease.slot = self._touch(runtime_id)
+            if adapter.error is not None:  # its slot holds nothing, though it is the adapter's
+                adapter.error = None
+                self._loader.load(lease.slot, adapter.weights)
+            return True
+
+    def _touch(self, runtime_id: int) -> int:
+        """The slot of an adapter, loaded if it is not there, which counts as used now."""
+        plan = self._runtime.build_batch_plan([runtime_id], [1], lambda slot, weights: self._load(slot, runtime_id))
+        return plan.adapter_to_slot[runtime_id]
+
+    def _load(self, slot: int, runtime_id: int) -> None:
+        adapter = self._adapters[runtime_id]
+        if (owner := self._owners.get(slot)) is not None:
+            owner.loaded = False
+            self._counters["lora_evictions"] += 1
+        self._owners[slot] = adapter
+        adapter.loaded, adapter.error = False, None
+        self._counters["lora_loads"] += 1
+        self._loader.load(slot, adapter.weights)
+
+    def _done(self, slot: int, weights: AdapterWeights, error: Exception | None) -> None:
+        """On the loader's thread."""
+        with self._lock:
+            adapter = self._owners.get(slot)
+            if adapter is None or adapter.weights is not weights:  # the slot has been given to another since
+                return
+            if error is None:
+                adapter.loaded = True
+            else:
+                adapter.error = RequestError("INTERNAL", f'loading the adapter "{adapter.name}" failed: {error}')
+            self._lock.notify_all()
+        self._on_loaded()
+
+    def _describe(self, adapter: Adapter) -> dict:
+        entry = next((e for e in self._runtime.list_loras() if e.adapter_id == adapter.runtime_id), None)
+        if entry is None:
+            state = "removed"
+        elif self._current.get(adapter.name) is not adapter:
+            state = "draining"
+        elif adapter.loaded:
+            state = "ready"
+        else:
+            state = "registered" if entry.slot_id is None else "loading"
+        return {
+            "name": adapter.name,
+            "version": adapter.version,
+            "rank": adapter.weights.rank,
+            "alpha": adapter.weights.alpha,
+            "bytes": adapter.weights.nbytes,
+            "state": state,
+            "streams": entry.cpu_ref_count if entry else 0,
+            "registered_at": adapter.registered_at,
+        }
+
+
+def _busy(name: str) -> RequestError:
+    return RequestError("UNAVAILABLE", f'name: "{name}" is being changed by another operation; try again')
+
+
+def parse_preload(setting: str) -> dict[str, str]:
+    """Paths by name, from `name=path,name=path`; a name alone is its own path."""
+    pairs = [part.strip().partition("=") for part in setting.split(",") if part.strip()]
+    return {name: path if equals else name for name, equals, path in pairs}
