@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import psutil
 import pytest
+from reference.recordings import write_voice
 from triton_server import ROOT
 
 from dq_engine import AsyncVoxCPM2ServerPool, SyncVoxCPM2ServerPool, VoxCPM
@@ -117,6 +118,49 @@ def test_the_readme_example_in_an_event_loop(pool):
 def test_a_length_is_a_number_of_chunks(pool):
     chunks = list(pool.generate(SENTENCE, max_generate_length=3, seed=np.int64(0)))
     assert [chunk.shape for chunk in chunks] == [(PATCH,)] * 3
+
+
+def voice(path, **how) -> bytes:
+    return write_voice(path / "voice.wav", **{"seconds": 0.5, "rate": 44_100, "channels": 2, **how}).read_bytes()
+
+
+def test_a_recording_is_encoded_for_the_one_or_the_other(pool, tmp_path):
+    """0.5 s are 3.125 patches: a prompt's first is filled up, a reference's last."""
+    encoded = {purpose: pool.encode_latents(voice(tmp_path), "wav", purpose) for purpose in ("prompt", "reference")}
+    assert pool.encode_latents(voice(tmp_path), "wav") == encoded["prompt"]
+    prompt, reference = (np.frombuffer(encoded[p], np.float32).reshape(-1, 64) for p in ("prompt", "reference"))
+    assert prompt.shape == reference.shape == (16, 64)
+    assert np.isfinite(prompt).all() and np.isfinite(reference).all()
+    assert np.abs(prompt[-4:] - reference[-4:]).max() > 0.1
+    with pytest.raises(ValueError, match="^INVALID_ARG: wav: is neither a wav, flac, ogg or mp3 file nor "):
+        pool.encode_latents(b"hello", "wav")
+    with pytest.raises(ValueError, match='^INVALID_ARG: purpose: must be "reference" or "prompt", got "x"$'):
+        pool.encode_latents(voice(tmp_path), "wav", "x")
+    with pytest.raises(ValueError, match="^INVALID_ARG: wav: must be an audio file's bytes, got str$"):
+        pool.encode_latents("voice.wav", "wav")
+
+
+def test_a_stored_prompt_is_the_prompt_itself(pool, tmp_path):
+    async def store() -> str:
+        """The pools share everything but the way to wait."""
+        shared = AsyncVoxCPM2ServerPool(pool._pool)
+        return await shared.add_prompt(voice(tmp_path), "wav", "peter sells nine green toys")
+
+    prompt_id = asyncio.run(store())
+    reference = pool.encode_latents(voice(tmp_path, pitch=220), "wav", "reference")
+    given = {"target_text": "rachel wants", "ref_audio_latents": reference, "max_generate_length": 4, "seed": 1}
+    stored = list(pool.generate(prompt_id=prompt_id, **given))
+    prompt_latents = pool.encode_latents(voice(tmp_path), "wav")
+    prompt_text = "peter sells nine green toys"
+    direct = list(pool.generate(prompt_latents=prompt_latents, prompt_text=prompt_text, **given))
+    without = list(pool.generate(**given))
+    np.testing.assert_allclose(np.concatenate(stored), np.concatenate(direct), atol=1e-4)
+    assert np.abs(np.concatenate(stored)[:PATCH] - np.concatenate(without)[:PATCH]).max() > 1e-2
+    pool.remove_prompt(prompt_id)
+    with pytest.raises(ValueError, match="^NOT_FOUND: prompt_id: "):
+        list(pool.generate(prompt_id=prompt_id, **given))
+    with pytest.raises(KeyError):
+        pool.remove_prompt(prompt_id)
 
 
 def latents(frames: int = 8, seed: int = 0) -> bytes:

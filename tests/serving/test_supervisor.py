@@ -201,7 +201,12 @@ def test_two_workers_share_the_load_and_fail_apart():
     supervisor = Supervisor([config(), config()])
     supervisor.start()
     try:
-        streams = [Collector(supervisor, long_request()) for _ in range(4)]
+        streams = [Collector(supervisor, long_request())]
+        short = [Collector(supervisor, Request(text=TEXT, max_generate_length=1)) for _ in range(3)]
+        assert [stream.routed.worker for stream in (*streams, *short)] == [0, 1, 1, 1]  # by work, not by count
+        for stream in short:
+            stream.rest()
+        streams += [Collector(supervisor, long_request()) for _ in range(3)]
         assert sorted(stream.routed.worker for stream in streams) == [0, 0, 1, 1]
         for stream in streams[:2]:
             stream.next()

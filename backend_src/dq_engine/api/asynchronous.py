@@ -37,6 +37,36 @@ class AsyncVoxCPM2ServerPool:
         await self.wait_for_ready()
         return self._pool.model_info()
 
+    async def encode_latents(self, wav: bytes, wav_format: str = "", purpose: str = "prompt") -> bytes:
+        """Encode a recording once, to be used in any number of calls of `generate`.
+
+        Args:
+            wav: an audio file (wav, flac, ogg or mp3), 0.1 to 60 s.
+            wav_format: looked for in the file itself; taken for the sake of programs that give it.
+            purpose: "prompt" or "reference": silence fills up its last patch, at the left of a prompt, which is
+                continued, as in nano-vllm-voxcpm, and at the right of a reference, as in the official model.
+
+        Returns:
+            float32 [frames, feat_dim] as bytes, frames a multiple of the patch size.
+
+        Raises:
+            ValueError: it cannot be taken; says why.
+        """
+        await self.wait_for_ready()
+        return await asyncio.to_thread(self._pool.encode, wav, purpose)
+
+    async def add_prompt(self, wav: bytes, wav_format: str, prompt_text: str) -> str:
+        """Encode a recording to continue and keep it with its words; its `prompt_id`."""
+        return self._pool.add_prompt(await self.encode_latents(wav, wav_format), prompt_text)
+
+    async def remove_prompt(self, prompt_id: str) -> None:
+        """Forget a stored prompt.
+
+        Raises:
+            KeyError: there is none of this id.
+        """
+        self._pool.remove_prompt(prompt_id)
+
     async def generate(
         self,
         target_text: str,

@@ -11,7 +11,7 @@ class FailedRequestError(RequestError, RuntimeError):
     """The pool could not serve the request: overload (UNAVAILABLE), a worker that died or broke (INTERNAL), a stop."""
 
 
-_NAMES = {"text": "target_text", "reference_latents": "ref_audio_latents", "lora": "lora_name"}
+_NAMES = {"text": "target_text", "reference_latents": "ref_audio_latents", "lora": "lora_name", "audio": "wav"}
 """The engine's fields that have another name in this interface."""
 
 

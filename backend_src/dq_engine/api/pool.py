@@ -79,6 +79,19 @@ class Pool:
             "model_path": self._config.model,
         }
 
+    def encode(self, wav: bytes, purpose: str) -> bytes:
+        """A recording to latents, float32 [frames, feat_dim] as bytes; after `ready`.
+
+        Raises:
+            InvalidRequestError, FailedRequestError: it cannot be encoded; says why.
+        """
+        if not isinstance(wav, bytes | bytearray | memoryview):
+            raise InvalidRequestError("INVALID_ARG", f"wav: must be an audio file's bytes, got {type(wav).__name__}")
+        try:
+            return self._supervisor.call("encode", {"purpose": purpose}, bytes(wav), CALL_TIMEOUT_S).payload
+        except RequestError as error:
+            raise to_raise(error) from None
+
     # --- stored prompts ---
 
     def add_prompt(self, latents: bytes, text: str) -> str:

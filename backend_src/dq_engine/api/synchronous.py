@@ -31,6 +31,21 @@ class SyncVoxCPM2ServerPool:
         """sample_rate, encoder_sample_rate, output_sample_rate, channels, feat_dim, patch_size and model_path."""
         return self._pool.model_info()
 
+    def encode_latents(self, wav: bytes, wav_format: str = "", purpose: str = "prompt") -> bytes:
+        """A recording to latents; see `AsyncVoxCPM2ServerPool.encode_latents`."""
+        return self._pool.encode(wav, purpose)
+
+    def add_prompt(self, wav: bytes, wav_format: str, prompt_text: str) -> str:
+        """Encode a recording to continue and keep it with its words; its `prompt_id`."""
+        return self._pool.add_prompt(self.encode_latents(wav, wav_format), prompt_text)
+
+    def remove_prompt(self, prompt_id: str) -> None:
+        """Forget a stored prompt; KeyError if there is none of this id."""
+        self._pool.remove_prompt(prompt_id)
+
+    def wait_for_ready(self) -> None:
+        """Nothing: this pool is ready."""
+
     def generate(
         self,
         target_text: str,

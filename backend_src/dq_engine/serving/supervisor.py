@@ -31,6 +31,7 @@ from dq_engine.serving.messages import (
     Submit,
     decode_from_worker,
 )
+from dq_engine.serving.routing import expected_seconds
 from dq_engine.serving.worker_process import OnMessage, WorkerProcess, answer
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ class Supervisor:
     def submit(
         self, request: Request, output_format: str, sample_rate: int | None, stream: bool, on_message: OnMessage
     ) -> RoutedStream:
-        """Hand a request to the worker with the fewest streams.
+        """Hand a request to the least loaded worker (`routing.load`), or the next where that one takes nothing.
 
         Args:
             request, output_format, sample_rate, stream: as in `Submit`.
@@ -150,10 +151,18 @@ class Supervisor:
         """
         if self.draining:
             raise RequestError("UNAVAILABLE", "the server is being drained")
-        worker = self._least_loaded()
+        workers = self._by_load()
         id = next(self._ids)
-        worker.submit(Submit(id, request, output_format, sample_rate, stream), on_message)
-        return RoutedStream(id, worker)
+        message = Submit(id, request, output_format, sample_rate, stream)
+        expected_s = expected_seconds(request, self._model.patch_samples / self._model.sample_rate)
+        for worker in workers:
+            try:
+                worker.submit(message, on_message, expected_s)
+            except RequestError as error:  # it has just died, or has too many streams
+                refusal = error
+            else:
+                return RoutedStream(id, worker)
+        raise refusal
 
     def call(
         self, operation: str, arguments: dict, payload: bytes | None, timeout_s: float, worker: int | None = None
@@ -162,12 +171,12 @@ class Supervisor:
 
         Args:
             operation, arguments, payload: as in `Call`.
-            worker: which one; None for the one with the fewest streams.
+            worker: which one; None for the least loaded.
 
         Raises:
             RequestError: of the operation; UNAVAILABLE if no worker is ready or none has answered within `timeout_s`.
         """
-        process = self._least_loaded(worker)
+        process = self._by_load(worker)[0]
         answers: queue.SimpleQueue[Result | Failed] = queue.SimpleQueue()
         id = next(self._ids)
         process.submit(Call(id, operation, arguments, payload), answers.put)
@@ -202,8 +211,8 @@ class Supervisor:
                 worker.process.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _least_loaded(self, index: int | None = None) -> WorkerProcess:
-        """The ready worker with the fewest streams, or the one of that number."""
+    def _by_load(self, index: int | None = None) -> list[WorkerProcess]:
+        """The ready workers, the least loaded first, or the one of that number."""
         ready = [w for slot in self._slots if (w := slot.worker) is not None and w.ready]
         if self._stop_at is not None:
             raise RequestError("UNAVAILABLE", "the server is shutting down")
@@ -211,7 +220,7 @@ class Supervisor:
             ready = [worker for worker in ready if worker.index == index]
         if not ready:
             raise RequestError("UNAVAILABLE", "no engine worker is ready; a restart is under way")
-        return min(ready, key=lambda w: w.load)
+        return sorted(ready, key=lambda worker: worker.load) if len(ready) > 1 else ready
 
     # --- on the supervisor's thread ---
 
@@ -295,6 +304,7 @@ class Supervisor:
             if isinstance(message, Audio | Finished | Failed | Result):
                 slot.worker.deliver(message, last=not isinstance(message, Audio))
             elif isinstance(message, Heartbeat):
+                slot.worker.slots = message.snapshot["slots"]
                 self._on_heartbeat(slot.index, message.snapshot)
             elif isinstance(message, Progress):
                 self._log_progress(slot, message)

@@ -8,14 +8,27 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
 
 from dq_engine.config import EngineConfig
 from dq_engine.errors import RequestError
-from dq_engine.serving.messages import Call, Cancel, Result, Shutdown, StreamMessage, Submit, ToWorker, encode
+from dq_engine.serving import routing
+from dq_engine.serving.messages import (
+    Audio,
+    Call,
+    Cancel,
+    Result,
+    Shutdown,
+    StreamMessage,
+    Submit,
+    ToWorker,
+    encode,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +50,12 @@ def answer(on_message: OnMessage, message: StreamMessage | Result) -> None:
         logger.exception("a stream's callback failed on %s", type(message).__name__)
 
 
+@dataclass
+class _Stream:
+    on_message: OnMessage
+    progress: routing.StreamProgress
+
+
 class WorkerProcess:
     """A started worker process. Making one starts it.
 
@@ -52,7 +71,9 @@ class WorkerProcess:
         self.ready = False
         self.start_error: str | None = None
         self._lock = threading.Lock()
-        self._streams: dict[int, OnMessage] | None = {}
+        self.slots: int | None = None
+        """Streams that its engine can have at once; None until it has said so."""
+        self._streams: dict[int, _Stream] | None = {}
         """None once the process has ended."""
         self._send_lock = threading.Lock()
         generation = next(_generation)
@@ -79,12 +100,17 @@ class WorkerProcess:
         self.pidfd = os.pidfd_open(self.process.pid)
 
     @property
-    def load(self) -> int:
-        """Streams that it has."""
-        return len(self._streams or ())
+    def load(self) -> tuple[bool, float]:
+        """How busy it is; see `routing.load`."""
+        with self._lock:
+            streams = list((self._streams or {}).values())
+        return routing.load((stream.progress for stream in streams), self.slots, time.monotonic())
 
-    def submit(self, message: Submit | Call, on_message: OnMessage) -> None:
+    def submit(self, message: Submit | Call, on_message: OnMessage, expected_s: float = 0.0) -> None:
         """Hand it a request; a call counts as a stream until it is answered.
+
+        Args:
+            expected_s: see `routing.StreamProgress`.
 
         Raises:
             RequestError: UNAVAILABLE; then `on_message` is not called.
@@ -94,7 +120,7 @@ class WorkerProcess:
                 raise RequestError("UNAVAILABLE", "the engine worker has just ended; it is being restarted")
             if len(self._streams) >= MAX_STREAMS:
                 raise RequestError("UNAVAILABLE", f"the engine worker has {MAX_STREAMS} requests already")
-            self._streams[message.id] = on_message
+            self._streams[message.id] = _Stream(on_message, routing.StreamProgress(expected_s))
         if not self._send(message):
             with self._lock:
                 answered = self._streams is None or self._streams.pop(message.id, None) is None
@@ -122,16 +148,19 @@ class WorkerProcess:
         """Give a message to its stream; one for a stream that is over is dropped."""
         with self._lock:
             streams = self._streams or {}
-            on_message = streams.pop(message.id, None) if last else streams.get(message.id)
-        if on_message is not None:
-            answer(on_message, message)
+            stream = streams.pop(message.id, None) if last else streams.get(message.id)
+        if stream is None:
+            return
+        if isinstance(message, Audio):
+            stream.progress.delivered(message.seconds, time.monotonic())
+        answer(stream.on_message, message)
 
     def close(self) -> dict[int, OnMessage]:
         """Forget a process that has ended (or end it); the streams that nobody has answered, each once."""
         with self._lock:
             unanswered, self._streams = self._streams or {}, None
         self.ready = False
-        return unanswered
+        return {id: stream.on_message for id, stream in unanswered.items()}
 
     def dispose(self) -> None:
         """End the process if it still runs, and free everything; the streams must have been taken with `close`."""

@@ -28,7 +28,7 @@ KEEP_ALIVE_S = 0.15
 
 
 class TritonPythonModel:
-    """One thin instance; the engine runs in a worker process."""
+    """One thin instance; the engines run in worker processes, one a device."""
 
     def initialize(self, args: dict[str, str]) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -39,9 +39,10 @@ class TritonPythonModel:
         config = EngineConfig.from_parameters(settings)
         self._name, self._was_served = args["model_name"], False
         self._sample_rate: int | None = None
-        self._metrics = Metrics(_metric_family, args["model_name"], args["model_version"], workers=1)
+        workers = config.of_workers()
+        self._metrics = Metrics(_metric_family, args["model_name"], args["model_version"], len(workers))
         self._watcher = CancelWatcher()
-        self._supervisor = Supervisor([config], self._heartbeat)
+        self._supervisor = Supervisor(workers, self._heartbeat)
         end_with_parent(self._supervisor.kill)
         try:
             self._supervisor.start()
