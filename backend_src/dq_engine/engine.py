@@ -23,7 +23,7 @@ from dq_engine.errors import RequestError, invalid
 from dq_engine.kv_cache import BlockPool
 from dq_engine.loading import load
 from dq_engine.loop import EngineLoop
-from dq_engine.lora.registry import AdapterRegistry, Lease, parse_preload
+from dq_engine.lora.registry import NO_ADAPTERS, AdapterRegistry, Lease, parse_preload
 from dq_engine.pacing import Pacer
 from dq_engine.request import MAX_DRAWN_SEED, Chunk, Request
 from dq_engine.scheduler import Scheduler
@@ -249,7 +249,7 @@ class DqCoreEngine:
             "vae_seconds": self._delivery.vae_seconds,
             **self._loop.counters,
             **self._runner.counters,
-            **({} if self._adapters is None else self._adapters.snapshot()),
+            **(NO_ADAPTERS if self._adapters is None else self._adapters.snapshot()),
         }
 
     def stop(self) -> None:

@@ -23,6 +23,7 @@ class BatchGraphs:
         scratch_slot: for a function whose first argument, int64 [B], says which slots' state it uses: the slot of the
             rows that fill a bucket up, whose state is nobody's. None for a function without state.
         progress: told how far it is, 0 to 1.
+        pool: of other graphs whose memory these may use also, as no two ever run at once.
     """
 
     @torch.inference_mode()
@@ -33,6 +34,7 @@ class BatchGraphs:
         buckets: Sequence[int],
         scratch_slot: int | None,
         progress: Callable[[float], None],
+        pool: tuple[int, int] | None = None,
     ) -> None:
         self.buckets, self.scratch_slot = list(buckets), scratch_slot
         largest = self.buckets[-1]
@@ -42,7 +44,6 @@ class BatchGraphs:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]] = {}
         self.seconds: dict[int, float] = {}
         """How long the device takes for each bucket."""
-        pool = None
         # The largest first: the smaller ones then find its memory in the pool.
         for count, bucket in enumerate(reversed(self.buckets), start=1):
             arguments = [tensor[:bucket] for tensor in self._inputs]
@@ -51,6 +52,7 @@ class BatchGraphs:
             self._graphs[bucket] = graph, outputs
             self.seconds[bucket] = replay_seconds(graph)
             progress(count / len(self.buckets))
+        self.pool = pool
 
     @torch.inference_mode()
     def __call__(self, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -47,20 +47,22 @@ class PrefillGraphs:
     """The graphs.
 
     Args:
-        encode: LocEnc, [A, patch_size, feat_dim] to [A, hidden]; None leaves it to the caller.
+        encode: LocEnc, of [A, patch_size, feat_dim] and, for prompts that use adapters, each patch's adapter slot,
+            int64 [A]; returns [A, hidden].
         forward: of the parts of an array and of `encoded` [1 + A, hidden]; returns tensors [prompts, ...].
         buckets: what to capture.
         patches: an example, [1, patch_size, feat_dim].
         hidden: width of what LocEnc returns.
         queries_per_tile: of the attention kernel.
         scratch_slot, scratch_row: the slot, and the row of the cache, of padding.
+        adapters: for prompts that use adapters.
         progress: told how far it is, 0 to 1.
     """
 
     @torch.inference_mode()
     def __init__(
         self,
-        encode: Callable[[torch.Tensor], torch.Tensor] | None,
+        encode: Callable[..., torch.Tensor],
         forward: Callable[[PrefillArrays, torch.Tensor], tuple[torch.Tensor, ...]],
         buckets: Sequence[Bucket],
         patches: torch.Tensor,
@@ -68,15 +70,17 @@ class PrefillGraphs:
         queries_per_tile: int,
         scratch_slot: int,
         scratch_row: int,
+        adapters: bool,
         progress: Callable[[float], None],
     ) -> None:
+        self._adapters = adapters
         self._scratch_slot, self._scratch_row = scratch_slot, scratch_row
         most = max(tokens for _, tokens in buckets)
         self._encoded = patches.new_zeros(1 + most, hidden)
-        if encode is not None:
-            self._encode = BatchGraphs(
-                lambda patches: (encode(patches),), [patches], patch_buckets(most), None, lambda x: progress(x / 2)
-            )
+        examples = [patches, *([patches.new_zeros(1, dtype=torch.int64)] if adapters else [])]
+        self._encode = BatchGraphs(
+            lambda *inputs: (encode(*inputs),), examples, patch_buckets(most), None, lambda x: progress(x / 2)
+        )
         self._graphs: dict[PrefillShape, tuple[torch.cuda.CUDAGraph, torch.Tensor, tuple[torch.Tensor, ...]]] = {}
         self.seconds: dict[PrefillShape, float] = {}
         """How long the device takes for each bucket, LocEnc aside."""
@@ -102,12 +106,8 @@ class PrefillGraphs:
         return sorted((shape.tokens, seconds) for shape, seconds in self.seconds.items())
 
     @torch.inference_mode()
-    def __call__(self, batch: PromptBatch, encoded: torch.Tensor | None = None) -> tuple[torch.Tensor, ...] | None:
-        """Run prompts; what is returned is the caller's own, its first rows are the batch's. None if no bucket fits.
-
-        Args:
-            encoded: [A, hidden], the batch's patches encoded, where that is left to the caller.
-        """
+    def __call__(self, batch: PromptBatch) -> tuple[torch.Tensor, ...] | None:
+        """Run prompts; what is returned is the caller's own, its first rows are the batch's. None if no bucket fits."""
         need = batch.shape
         fitting = [s for s in self._graphs if s.prompts >= need.prompts and s.tokens >= need.tokens]
         if not fitting:
@@ -116,10 +116,12 @@ class PrefillGraphs:
         shape = min(fitting, key=self.seconds.__getitem__)
         self.counters["prefill_graph_hits"] += 1
         self.counters["prefill_padding_tokens"] += shape.tokens - need.tokens
-        if encoded is None and len(patches := batch.patches()):
-            (encoded,) = self._encode(_upload(patches, self._encoded.device).to(self._encoded.dtype))
-        if encoded is not None:
-            self._encoded[1 : 1 + len(encoded)] = encoded
+        patches = batch.patches()
+        if len(patches):
+            inputs = [_upload(patches, self._encoded.device).to(self._encoded.dtype)]
+            if self._adapters:
+                inputs.append(_upload(batch.adapters(), self._encoded.device))
+            self._encoded[1 : 1 + len(patches)] = self._encode(*inputs)[0]
         graph, array, outputs = self._graphs[shape]
         array.copy_(_upload(batch.array(shape, self._scratch_slot, self._scratch_row), array.device))
         graph.replay()

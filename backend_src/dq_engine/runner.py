@@ -114,6 +114,7 @@ class Runner:
         slots = torch.full((1,), self.scratch_slot, device=self.device)
         width = self.diffusion.estimator.in_proj.out_features
         mu = torch.zeros(1, 2 * width, dtype=self.dtype, device=self.device)
+        pool = None
         for adapters in (False, True) if self._lora is not None else (False,):
             name = " with adapters" if adapters else ""
             self._decode_graphs[adapters] = BatchGraphs(
@@ -122,7 +123,9 @@ class Runner:
                 buckets,
                 self.scratch_slot,
                 lambda x, n=name: progress("decode graphs" + n, x),
+                pool,
             )
+            pool = self._decode_graphs[adapters].pool
             # Beside streams whose prompt is complete only the language models' part: LocDiT then runs once for all.
             self._lm_graphs[adapters] = BatchGraphs(
                 lambda slots, a=adapters: self._decode(slots, self.max_model_len, a),
@@ -130,6 +133,7 @@ class Runner:
                 buckets,
                 self.scratch_slot,
                 lambda x, n=name: progress("language model graphs" + n, x),
+                pool,
             )
             self._sample_graphs[adapters] = BatchGraphs(
                 lambda slots, mu, a=adapters: (self._sample(slots, mu, a),),
@@ -137,11 +141,12 @@ class Runner:
                 buckets,
                 self.scratch_slot,
                 lambda x, n=name: progress("LocDiT graphs" + n, x),
+                pool,
             )
             if not prefill_buckets or not self.attention.backend.graphs_prefill or adapters and not prefill_adapters:
                 continue
             self._prefill_graphs[adapters] = PrefillGraphs(
-                None if adapters else self.backbone.encode,
+                self._encode,
                 lambda parts, encoded, a=adapters: self._forward_prompts(parts, encoded, a),
                 prefill_buckets,
                 self.condition[:1],
@@ -149,6 +154,7 @@ class Runner:
                 self.attention.queries_per_tile,
                 self.scratch_slot,
                 self._scratch_row,
+                adapters,
                 lambda x, n=name: progress("prefill graphs" + n, x),
             )
         prefill_seconds = self._prefill_graphs[False].token_seconds if self._prefill_graphs else []
@@ -237,23 +243,22 @@ class Runner:
         batch = PromptBatch(sorted(prefills, key=lambda p: not p.completes), self.attention.queries_per_tile)
         adapters = _any_adapter(p.sequence for p in prefills)
         graphs = self._prefill_graphs.get(adapters)
-        encoded = self._encode(batch, adapters) if adapters or graphs is None else None
-        outputs = graphs(batch, encoded) if graphs is not None else None
+        outputs = graphs(batch) if graphs is not None else None
         if outputs is None:
-            encoded = self._encode(batch, adapters) if encoded is None else encoded
-            encoded = torch.cat([encoded.new_zeros(1, self.backbone.hidden_size), encoded])
+            encoded = self.condition.new_zeros(1, self.backbone.hidden_size)
+            if len(patches := batch.patches()):
+                patches = self._to_device(patches).to(self.dtype)
+                slots = self._to_device(batch.adapters()) if adapters else None
+                encoded = torch.cat([encoded, self._encode(patches, slots)])
             array = self._to_device(batch.array(batch.shape, self.scratch_slot, self._scratch_row))
             outputs = self._forward_prompts(batch.shape.split(array), encoded, adapters, batch.lengths)
         mu, stop = outputs
         return mu[: batch.completed], stop[: batch.completed]
 
-    def _encode(self, batch: PromptBatch, adapters: bool) -> torch.Tensor:
-        """LocEnc's outputs for a batch's patches, [A, hidden]."""
-        patches = batch.patches()
-        if not len(patches):
-            return self.condition.new_zeros(0, self.backbone.hidden_size)
-        with self._lora.encoding(self._to_device(batch.adapters())) if adapters else contextlib.nullcontext():
-            return self.backbone.encode(self._to_device(patches).to(self.dtype))
+    def _encode(self, patches: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
+        """LocEnc's outputs, [A, hidden], for patches of prompts that have these adapter slots, int64 [A]."""
+        with contextlib.nullcontext() if adapters is None else self._lora.encoding(adapters):
+            return self.backbone.encode(patches)
 
     def _forward_prompts(
         self,

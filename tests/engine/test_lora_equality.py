@@ -5,7 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from reference.adapters import ATTENTION, BETWEEN, MLP, AdapterShape, load_official, make_adapter
+from reference.adapters import (
+    ATTENTION,
+    BETWEEN,
+    MLP,
+    AdapterShape,
+    adapter_sizes,
+    load_official,
+    random_weights,
+    write_adapter,
+)
 from reference.checkpoints import SHAPES
 from reference.listening import assert_close, hear
 
@@ -28,7 +37,8 @@ def folder(checkpoint, tmp_path_factory) -> Path:
     """The adapters of ADAPTERS for the checkpoint of SHAPE."""
     folder = tmp_path_factory.mktemp("adapters")
     for index, (name, shape) in enumerate(ADAPTERS.items()):
-        make_adapter(folder / name, checkpoint(SHAPE)[0], shape, "ckpt" if index % 2 else "safetensors")
+        weights = random_weights(adapter_sizes(checkpoint(SHAPE)[0], shape), shape)
+        write_adapter(folder / name, weights, shape, "ckpt" if index % 2 else "safetensors")
     return folder
 
 

@@ -53,21 +53,25 @@ def load_official(checkpoint: Path, shape: AdapterShape, adapter: Path | None = 
     return official
 
 
-def make_adapter(path: Path, checkpoint: Path, shape: AdapterShape, kind: str = "safetensors") -> Path:
-    """Write an adapter for a checkpoint into a new folder.
+def adapter_sizes(checkpoint: Path, shape: AdapterShape) -> dict[str, torch.Size]:
+    """Names and shapes of an adapter's tensors."""
+    return {name: t.shape for name, t in load_official(checkpoint, shape).model.get_lora_state_dict().items()}
 
-    Args:
-        kind: "safetensors" or "ckpt".
-    """
-    path.mkdir(parents=True)
-    official = load_official(checkpoint, shape)
+
+def random_weights(sizes: dict[str, torch.Size], shape: AdapterShape) -> dict[str, torch.Tensor]:
+    """Tensors of these shapes; none is zero."""
     generator = torch.Generator().manual_seed(shape.seed)
     state = {}
-    for name, parameter in official.model.get_lora_state_dict().items():
-        values = torch.randn(parameter.shape, generator=generator)
+    for name, size in sizes.items():
         # Each of A and B brings unit variance to unit variance; then the adapter's own scaling.
-        values /= parameter.size(1) ** 0.5
+        values = torch.randn(size, generator=generator) / size[1] ** 0.5
         state[name] = values * (shape.scale * shape.rank / shape.alpha) if name.endswith("lora_B") else values
+    return state
+
+
+def write_adapter(path: Path, state: dict[str, torch.Tensor], shape: AdapterShape, kind: str = "safetensors") -> Path:
+    """Write an adapter into a new folder, as "safetensors" or "ckpt"."""
+    path.mkdir(parents=True)
     if kind == "safetensors":
         save_file(state, path / "lora_weights.safetensors")
     else:

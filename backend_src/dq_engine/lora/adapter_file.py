@@ -6,7 +6,6 @@ official training writes them, or the path of such a weights file.
 
 import io
 import json
-import math
 import pickle
 import zipfile
 from pathlib import Path, PurePosixPath
@@ -24,6 +23,7 @@ _CONFIG = "lora_config.json"
 _SUFFIXES = (".safetensors", ".ckpt", ".pth")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_CONFIG_BYTES = 2**20
+_MAX_ALPHA = 1e6
 # Names, shapes and the like, beside the matrices.
 _OVERHEAD_BYTES = 8 * 2**20
 
@@ -81,8 +81,9 @@ def _read_config(folder: Path, file: str) -> tuple[int | None, float]:
     rank, alpha = config.get("r", config.get("rank")), config.get("alpha", config.get("lora_alpha"))
     if rank is not None and (type(rank) is not int or rank < 1):
         raise invalid(_FIELD, f'"{file}": lora_config.r must be a positive integer, got {rank!r:.40}')
-    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
-        raise invalid(_FIELD, f'"{file}": lora_config.alpha must be a positive number, got {alpha!r:.40}')
+    if type(alpha) not in (int, float) or not 0 < alpha <= _MAX_ALPHA:
+        message = f"lora_config.alpha must be a positive number up to {_MAX_ALPHA:g}, got {alpha!r:.40}"
+        raise invalid(_FIELD, f'"{file}": {message}')
     return rank, float(alpha)
 
 

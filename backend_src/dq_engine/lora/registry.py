@@ -15,6 +15,8 @@ from dq_engine.lora.layers import AdapterWeights, LoraLayers
 from dq_engine.lora.loader import SlotLoader
 from dq_engine.nano import LoRARuntime
 
+NO_ADAPTERS = {"loras_registered": 0, "lora_slots": 0, "lora_loads": 0, "lora_evictions": 0}
+"""What an engine without room for adapters counts, in the place of `AdapterRegistry.snapshot`."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
