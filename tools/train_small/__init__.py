@@ -1,0 +1,1 @@
+"""How models/small was made: sentences spoken by flite, an AudioVAE, language models, an adapter. See README.md."""
