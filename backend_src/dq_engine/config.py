@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import AliasChoices, Field, ValidationError
+from pydantic import AliasChoices, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dq_engine.errors import CheckpointError
@@ -76,6 +76,12 @@ class EngineConfig(BaseSettings):
     control_socket: str | None = Field(
         default=None, description="Unix socket for voxcpm2_encode and voxcpm2_admin; one in a private folder by default"
     )
+    admin_token: SecretStr | None = Field(
+        default=None, description="what callers of voxcpm2_admin must know; in the environment only; none = anybody may"
+    )
+    voices_dir: str | None = Field(default=None, description="folder of the stored voices; none are stored without one")
+    voices_max_count: int = Field(default=1000, ge=0, description="stored voices")
+    voices_max_bytes: int = Field(default=2**30, ge=0, description="bytes of all stored voices together")
     lora_max_loras: int = Field(default=0, ge=0, le=256, description="adapters on the device at once; 0 = no adapters")
     lora_max_rank: int = Field(default=32, ge=1, le=256, description="largest rank of an adapter")
     lora_max_registered: int = Field(default=256, ge=1, le=65536, description="adapters that may be registered")
@@ -118,6 +124,8 @@ class EngineConfig(BaseSettings):
         Raises:
             ValueError: a parameter has no such setting, or a value is out of its limits; names each one.
         """
+        if parameters.get("admin_token"):
+            raise ValueError("admin_token: belongs into the environment; every client can read a model's parameters")
         try:
             return cls(**{name: value for name, value in parameters.items() if value != ""})
         except ValidationError as error:

@@ -21,7 +21,7 @@ from dq_engine.config import EngineConfig, resolve_checkpoint
 from dq_engine.delivery import Delivery
 from dq_engine.errors import RequestError, invalid
 from dq_engine.kv_cache import BlockPool
-from dq_engine.loading import load
+from dq_engine.loading import Limits, load
 from dq_engine.loop import EngineLoop
 from dq_engine.lora.registry import NO_ADAPTERS, AdapterRegistry, Lease, parse_preload
 from dq_engine.pacing import Pacer
@@ -29,6 +29,7 @@ from dq_engine.request import MAX_DRAWN_SEED, Chunk, Request
 from dq_engine.scheduler import Scheduler
 from dq_engine.sequence import PromptBuilder
 from dq_engine.stream import Stream
+from dq_engine.voices import VoiceStore
 
 __all__ = ["Chunk", "DqCoreEngine", "EngineConfig", "Request", "RequestError", "Stream"]
 
@@ -45,6 +46,8 @@ class DqCoreEngine:
         self._accepted: dict[Stream, Lease | None] = {}
         """Streams that have not ended, and their holds on adapters; guarded by _lock."""
         self._adapters: AdapterRegistry | None = None
+        self.voices: VoiceStore | None = None
+        """The stored voices, if there is a folder for them."""
 
     def start(self, progress: Callable[[str, float], None] | None = None) -> "DqCoreEngine":
         """Load the checkpoint and begin to serve; returns when a first patch has been made.
@@ -61,6 +64,7 @@ class DqCoreEngine:
         checkpoint, self._limits, self._runner = parts.checkpoint, parts.limits, parts.runner
         self.sample_rate, self.encoder_sample_rate = checkpoint.vae.out_sample_rate, checkpoint.vae.sample_rate
         self.patch_size, self.feat_dim = checkpoint.model.patch_size, checkpoint.model.feat_dim
+        self.device = self._runner.device
         self.patch_samples = self.patch_size * checkpoint.vae.decoder_chunk_size
         self._prompts = PromptBuilder(
             checkpoint.tokenizer,
@@ -84,6 +88,9 @@ class DqCoreEngine:
             self.config.max_num_batched_tokens,
             self.config.realtime,
         )
+        if self.config.voices_dir is not None:
+            folder, most = Path(self.config.voices_dir).expanduser(), self.config.voices_max_count
+            self.voices = VoiceStore(folder, most, self.config.voices_max_bytes, self.feat_dim, self.patch_size)
         self._encode, self._delivery = EncodeStage(parts.encoder), Delivery(self.sample_rate)
         self._loop = EngineLoop(
             scheduler, pacer, self._runner, parts.vae, self._delivery, self._limits.queue_timeout_s, self._forget
@@ -124,9 +131,14 @@ class DqCoreEngine:
                 the stream.
 
         Raises:
-            RequestError: INVALID_ARG for a field that can be seen to be wrong, UNAVAILABLE when the queue is full or
-                the engine is not serving. What turns out later (a broken recording, say) ends the stream.
+            RequestError: INVALID_ARG for a field that can be seen to be wrong, NOT_FOUND for a voice or an adapter
+                that is not there, UNAVAILABLE when the queue is full or the engine is not serving. What turns out later
+                (a broken recording, say) ends the stream.
         """
+        if request.voice is not None:
+            if self.voices is None:
+                raise RequestError("NOT_FOUND", f'voice: there is no stored voice named "{request.voice}"')
+            request = self.voices.get(request.voice).apply(request)
         request.validate(self.feat_dim, self.patch_size)
         if request.lora is None:
             return self._submit(request, on_chunk, None)
@@ -166,12 +178,13 @@ class DqCoreEngine:
             self._refuse(stream, closed)
         return stream
 
-    def encode(self, audio: bytes, purpose: str) -> tuple[np.ndarray, float]:
+    def encode(self, audio: bytes, purpose: str, field: str = "audio") -> tuple[np.ndarray, float]:
         """Encode a recording once, to be used in any number of requests.
 
         Args:
             audio: an audio file, or base64 of one; the limits are those of a request's recordings.
             purpose: "reference" or "prompt", which are padded differently.
+            field: what errors call the recording.
 
         Returns:
             What a request's `reference_latents` or `prompt_latents` takes, float32 [frames, feat_dim], and the
@@ -184,9 +197,9 @@ class DqCoreEngine:
         if purpose not in ("reference", "prompt"):
             raise invalid("purpose", f'must be "reference" or "prompt", got "{purpose}"')
         if not audio:
-            raise invalid("audio", "is empty")
+            raise invalid(field, "is empty")
         results: queue.SimpleQueue[list[Encoded] | RequestError] = queue.SimpleQueue()
-        self._encode.submit([Recording(audio, "audio", is_prompt=purpose == "prompt")], results.put)
+        self._encode.submit([Recording(audio, field, is_prompt=purpose == "prompt")], results.put)
         result = results.get()
         if isinstance(result, RequestError):
             raise result
@@ -228,6 +241,11 @@ class DqCoreEngine:
         if self._adapters is None:
             raise invalid("name", "this engine was started without room for adapters (lora_max_loras is 0)")
         return self._adapters
+
+    @property
+    def limits(self) -> Limits:
+        """Sizes and times, those too that the settings left open."""
+        return self._limits
 
     def snapshot(self) -> dict:
         """What the engine holds right now, and what it has done since its start (`dq_engine.metrics` names it all)."""

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-ErrorCode = Literal["INVALID_ARG", "NOT_FOUND", "UNAVAILABLE", "CANCELLED", "INTERNAL"]
+ErrorCode = Literal["INVALID_ARG", "NOT_FOUND", "ALREADY_EXISTS", "UNAVAILABLE", "CANCELLED", "INTERNAL"]
 
 
 class RequestError(Exception):

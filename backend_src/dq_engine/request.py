@@ -38,6 +38,7 @@ class Request:
         max_generate_length: most patches to make; replaces the guard of 6 x text tokens + 10.
         return_latents: hand the generated latents out with the last chunk.
         lora: name of a registered adapter to speak with.
+        voice: name of a stored voice; brings a reference, a prompt or both.
     """
 
     text: str
@@ -54,6 +55,7 @@ class Request:
     max_generate_length: int | None = None
     return_latents: bool = False
     lora: str | None = None
+    voice: str | None = None
 
     @property
     def has_prompt(self) -> bool:
@@ -65,16 +67,16 @@ class Request:
         Raises:
             RequestError: INVALID_ARG, naming the first field at fault and the limit that it broke.
         """
-        _check_text("text", self.text)
+        check_text("text", self.text)
         if self.control is not None:
-            _check_text("control", self.control)
+            check_text("control", self.control)
             if self.has_prompt:
                 raise invalid("control", "cannot be combined with a prompt")
         if self.has_prompt != (self.prompt_text is not None):
             missing, given = ("prompt_text", "prompt audio") if self.has_prompt else ("prompt_audio", "prompt_text")
             raise invalid(missing, f"is required with {given}: a prompt is a recording and its words")
         if self.prompt_text is not None:
-            _check_text("prompt_text", self.prompt_text)
+            check_text("prompt_text", self.prompt_text)
         for kind in ("prompt", "reference"):
             audio, latents = getattr(self, f"{kind}_audio"), getattr(self, f"{kind}_latents")
             if audio is not None and latents is not None:
@@ -82,7 +84,7 @@ class Request:
             if audio is not None and not len(audio):
                 raise invalid(f"{kind}_audio", "is empty")
             if latents is not None:
-                _check_latents(f"{kind}_latents", latents, feat_dim, patch_size)
+                check_latents(f"{kind}_latents", latents, feat_dim, patch_size)
         _check_range("cfg_value", self.cfg_value, 0.0, MAX_CFG)
         _check_range("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         if self.seed is not None and not 0 <= self.seed < 2**63:
@@ -96,7 +98,8 @@ class Request:
             raise invalid("min_generate_length", f"must not exceed max_generate_length ({high}), got {low}")
 
 
-def _check_text(field: str, text: str) -> None:
+def check_text(field: str, text: str) -> None:
+    """Raises RequestError: INVALID_ARG, `text` is not 1 to MAX_TEXT_CHARACTERS characters of text."""
     if not text.strip():
         raise invalid(field, "is empty")
     if len(text) > MAX_TEXT_CHARACTERS:
@@ -111,7 +114,8 @@ def _check_range(field: str, value: float, low: float, high: float) -> None:
         raise invalid(field, f"must be between {low:g} and {high:g}, got {value:g}")
 
 
-def _check_latents(field: str, latents: np.ndarray, feat_dim: int, patch_size: int) -> None:
+def check_latents(field: str, latents: np.ndarray, feat_dim: int, patch_size: int) -> None:
+    """Raises RequestError: INVALID_ARG, `latents` are not whole patches of finite numbers."""
     if latents.ndim != 2 or latents.shape[1] != feat_dim:
         raise invalid(field, f"must have shape [frames, {feat_dim}], got {list(latents.shape)}")
     if not len(latents) or len(latents) % patch_size:

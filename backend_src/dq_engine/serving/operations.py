@@ -5,7 +5,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from dq_engine.errors import RequestError
+import numpy as np
+
+from dq_engine.errors import RequestError, invalid
 from dq_engine.serving.messages import Call, Failed, FromWorker, Result
 
 logger = logging.getLogger(__name__)
@@ -30,9 +32,17 @@ class Operations:
         self._engine, self._post = engine, post
         self._threads = ThreadPoolExecutor(THREADS, "dq-operation")
         self._room = threading.Semaphore(MAX_CALLS)
-        self._table: dict[str, Callable[[dict, bytes | None], Answer]] = {
+        self._table: dict[str, Callable[..., dict | Answer]] = {
             "encode": self._encode,
-            "snapshot": lambda arguments, payload: (self._engine.snapshot(), None),
+            "register_voice": self._register_voice,
+            "list_voices": lambda payload: {"voices": self._voices.describe_all()},
+            "get_voice": lambda payload, name: self._voices.describe(name),
+            "delete_voice": lambda payload, name: self._voices.delete(name) or {"deleted": name},
+            "register_lora": lambda payload, name, path: self._engine.register_lora(name, path),
+            "unregister_lora": lambda payload, name: self._engine.unregister_lora(name),
+            "list_loras": lambda payload: {"adapters": self._engine.list_loras()},
+            "snapshot": lambda payload: self._engine.snapshot(),
+            "information": self._information,
         }
 
     def handle(self, call: Call) -> None:
@@ -45,17 +55,60 @@ class Operations:
     def _run(self, call: Call) -> None:
         try:
             if (function := self._table.get(call.operation)) is None:
-                raise RequestError("INVALID_ARG", f'operation: there is none named "{call.operation}"')
-            answer = Result(call.id, *function(call.arguments, call.payload))
+                raise invalid("operation", f'there is none named "{call.operation}"')
+            answer = function(call.payload, **call.arguments)
+            message = Result(call.id, *(answer if isinstance(answer, tuple) else (answer,)))
         except RequestError as error:
-            answer = Failed(call.id, error.code, error.message)
+            message = Failed(call.id, error.code, error.message)
         except Exception as error:
             logger.exception("%s failed", call.operation)
-            answer = Failed(call.id, "INTERNAL", f"{call.operation} failed: {error}")
+            message = Failed(call.id, "INTERNAL", f"{call.operation} failed: {error}")
         self._room.release()
-        self._post(answer)
+        self._post(message)
 
-    def _encode(self, arguments: dict, payload: bytes | None) -> Answer:
-        """A recording to latents: the payload is float32 [frames, feat_dim]."""
-        latents, seconds = self._engine.encode(payload or b"", **arguments)
+    @property
+    def _voices(self):
+        if self._engine.voices is None:
+            raise RequestError("UNAVAILABLE", "no voices are stored here: voices_dir is not set")
+        return self._engine.voices
+
+    def _encode(self, payload: bytes | None, purpose: str) -> Answer:
+        """A recording to latents: the answer's payload is float32 [frames, feat_dim]."""
+        latents, seconds = self._engine.encode(payload or b"", purpose)
         return {"seconds": seconds}, latents.tobytes()
+
+    def _register_voice(
+        self, payload: bytes | None, name: str, given_as_payload: str, prompt_text: str | None = None, **fields
+    ) -> dict:
+        """`fields`: (reference|prompt)_audio as base64, (reference|prompt)_latents as numbers, frame after frame."""
+        voices = self._voices
+        voices.check_new(name)
+        if payload is not None:
+            if given_as_payload in fields:
+                raise invalid(given_as_payload, "is given twice, as an argument and as the payload")
+            fields[given_as_payload] = payload
+        latents = {}
+        for kind in ("reference", "prompt"):
+            audio, numbers = fields.get(f"{kind}_audio"), fields.get(f"{kind}_latents")
+            if audio is not None and numbers is not None:
+                raise invalid(f"{kind}_latents", f"cannot be combined with {kind}_audio")
+            if audio is not None:
+                data = audio.encode() if isinstance(audio, str) else audio
+                latents[f"{kind}_latents"], _ = self._engine.encode(data, kind, f"{kind}_audio")
+            if numbers is not None:
+                latents[f"{kind}_latents"] = self._frames(f"{kind}_latents", numbers)
+        return voices.register(name, prompt_text=prompt_text, **latents)
+
+    def _frames(self, field: str, numbers: list[float] | bytes) -> np.ndarray:
+        width = self._engine.feat_dim
+        if isinstance(numbers, bytes) and len(numbers) % 4:
+            raise invalid(field, f"must hold float32 numbers, got {len(numbers)} bytes")
+        array = np.frombuffer(numbers, "<f4") if isinstance(numbers, bytes) else np.array(numbers, np.float32)
+        if array.size % width:
+            raise invalid(field, f"must hold {width} numbers a frame, got {array.size}")
+        return array.reshape(-1, width)
+
+    def _information(self, payload: bytes | None) -> dict:
+        from dq_engine.information import information  # imports the engine
+
+        return information(self._engine)

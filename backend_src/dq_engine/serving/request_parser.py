@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dq_engine.errors import RequestError, invalid
+from dq_engine.errors import invalid
 from dq_engine.request import Request
 
 _SCALARS = {
@@ -55,7 +55,7 @@ def parse_request(inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any
         parameters: the request parameters; JSON fields that are no inputs arrive among them.
 
     Raises:
-        RequestError: INVALID_ARG naming the field, or NOT_FOUND for a voice that is not there.
+        RequestError: INVALID_ARG naming the field.
     """
     for name in parameters:
         raise invalid(name, "is neither an input nor a parameter of this model")
@@ -69,8 +69,6 @@ def parse_request(inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any
             fields[name] = scalar(name, array, _SCALARS[name], text=name not in _RAW)
         else:
             raise invalid(name, "is not an input of this model")
-    if (voice := fields.pop("voice", None)) is not None:
-        raise RequestError("NOT_FOUND", f'voice: there is no stored voice named "{voice}"')
     output_format = fields.pop("output_format", "f32")
     sample_rate = fields.pop("sample_rate", None)
     stream = fields.pop("stream", True)

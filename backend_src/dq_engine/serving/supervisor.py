@@ -102,6 +102,8 @@ class Supervisor:
         self._stop_at: float | None = None
         self.draining = False
         """True while no requests are taken, so that those that run can end."""
+        self.on_worker_back: Callable[[int], None] = lambda index: None
+        """Called with a worker's number, on the supervisor's thread, when it is ready again after it died."""
 
     @property
     def ready_workers(self) -> list[int]:
@@ -314,6 +316,8 @@ class Supervisor:
                 logger.info("worker %d is ready", slot.index)
                 slot.worker.ready, slot.ready_since = True, time.monotonic()
                 self._model = self._model or message
+                if self._serving:
+                    self.on_worker_back(slot.index)
                 if all(s.worker is not None and s.worker.ready for s in self._slots):
                     with self._started:
                         self._serving = True

@@ -49,9 +49,9 @@ class TritonPythonModel:
         except WorkerStartError as error:
             raise pb_utils.TritonModelException(f"the engine did not start: {error}") from None
         try:
-            self._control = ControlServer(
-                socket_path(config.control_socket, self._name), Administration(self._supervisor, None).handle
-            )
+            token = config.admin_token and config.admin_token.get_secret_value()
+            administration = Administration(self._supervisor, token)
+            self._control = ControlServer(socket_path(config.control_socket, self._name), administration.handle)
         except ControlSocketError as error:
             self._supervisor.stop()
             raise pb_utils.TritonModelException(str(error)) from None
