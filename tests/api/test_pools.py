@@ -202,7 +202,7 @@ def latents(frames: int = 8, seed: int = 0) -> bytes:
             {"prompt_id": "x", "prompt_text": "hello"},
             "INVALID_ARG: prompt_id: cannot be combined with prompt_latents or prompt_text",
         ),
-        ({"lora_name": "x"}, "NOT_FOUND: lora_name: there is no registered adapter 'x'"),
+        ({"lora_name": "x"}, 'NOT_FOUND: lora_name: there is no registered adapter named "x"'),
     ],
 )
 def test_a_wrong_call_is_a_value_error(pool, parameters, message):

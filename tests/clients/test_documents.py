@@ -41,11 +41,21 @@ def run(command: str, cwd: Path) -> subprocess.CompletedProcess:
 
 
 def test_the_engine_example(clone):
-    (code,) = blocks("python")
+    code = blocks("python")[0]
     result = subprocess.run([sys.executable, "-c", code], cwd=clone, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert re.match(r"stop \{'seed': 0, 'patches': \d+, ", result.stdout)
     samples, rate = soundfile.read(clone / "engine.wav")
+    assert rate == 48000
+    assert 1.5 <= len(samples) / rate <= 5
+    assert abs(samples).max() > 0.05
+
+
+def test_the_pool_example(clone):
+    _, code = blocks("python")
+    result = subprocess.run([sys.executable, "-c", code], cwd=clone, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    samples, rate = soundfile.read(clone / "pool.wav")
     assert rate == 48000
     assert 1.5 <= len(samples) / rate <= 5
     assert abs(samples).max() > 0.05

@@ -32,6 +32,7 @@ def workers(server: TritonServer) -> set[int]:
     return {p.pid for p in below if "dq_engine.serving.worker" in " ".join(p.cmdline())}
 
 
+@pytest.mark.slow
 def test_streams_are_shared_out_and_a_worker_that_dies_is_replaced_while_the_other_goes_on(server):
     known = samples(speak(server, {"text": TEXT, "seed": 1, "max_generate_length": 4}))
     before = workers(server)

@@ -67,6 +67,31 @@ class AsyncVoxCPM2ServerPool:
         """
         self._pool.remove_prompt(prompt_id)
 
+    async def register_lora(self, name: str, path: str) -> dict:
+        """Offer an adapter under a name; a name that is taken gets it as a new version.
+
+        Args:
+            path: of a folder with lora_weights.safetensors or .ckpt and lora_config.json, or of such a weights file.
+
+        Returns:
+            {"name": name}
+
+        Raises:
+            ValueError: it is no adapter of this model, or the pool was made without a lora_config.
+        """
+        await self.wait_for_ready()
+        return await asyncio.to_thread(self._pool.register_lora, name, path)
+
+    async def unregister_lora(self, name: str) -> dict:
+        """Take an adapter back; streams that use it finish. ValueError if there is none of this name."""
+        await self.wait_for_ready()
+        return await asyncio.to_thread(self._pool.unregister_lora, name)
+
+    async def list_loras(self) -> list[dict]:
+        """The registered adapters, as {"name": name}, by name."""
+        await self.wait_for_ready()
+        return await asyncio.to_thread(self._pool.list_loras)
+
     async def generate(
         self,
         target_text: str,

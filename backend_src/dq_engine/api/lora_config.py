@@ -12,10 +12,11 @@ class LoRAConfig:
     """How many adapters may be in use at once, and how large they may be.
 
     Args:
-        max_loras: adapters in use at once.
+        enable_lm, enable_dit, enable_proj: whether they may change the language models, LocDiT, what lies between them.
+        max_loras: adapters on the device at once.
         max_lora_rank: the largest rank of one.
-        enable_lm, enable_dit, enable_proj, target_modules_lm, target_modules_dit, target_proj_modules: taken for the
-            sake of programs that give them. This engine applies an adapter to all that it holds weights for.
+        target_modules_lm, target_modules_dit: the projections of their layers that may be changed.
+        target_proj_modules: the projections between the models that may be changed.
     """
 
     enable_lm: bool = True
@@ -29,6 +30,13 @@ class LoRAConfig:
         default_factory=lambda: ["enc_to_lm_proj", "lm_to_dit_proj", "res_to_dit_proj"]
     )
 
-    def settings(self) -> dict[str, int]:
+    def settings(self) -> dict[str, object]:
         """As settings of the engine."""
-        return {"lora_max_loras": self.max_loras, "lora_max_rank": self.max_lora_rank}
+        return {
+            "lora_max_loras": self.max_loras,
+            "lora_max_rank": self.max_lora_rank,
+            "lora_dir": "/",  # whoever calls from Python may read what this process may
+            "lora_target_modules_lm": ",".join(self.target_modules_lm if self.enable_lm else ()) or "none",
+            "lora_target_modules_dit": ",".join(self.target_modules_dit if self.enable_dit else ()) or "none",
+            "lora_target_proj_modules": ",".join(self.target_proj_modules if self.enable_proj else ()) or "none",
+        }

@@ -1,9 +1,10 @@
 """What the asynchronous and the synchronous pool have in common: the workers, the stored prompts, the adapters."""
 
 import atexit
+import os
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -92,6 +93,31 @@ class Pool:
         except RequestError as error:
             raise to_raise(error) from None
 
+    # --- adapters; after `ready` ---
+
+    def register_lora(self, name: str, path: str) -> dict:
+        """Offer an adapter in all workers, and in those that replace them."""
+        return self._change(self._supervisor.adapters.register, name, os.path.realpath(path))
+
+    def unregister_lora(self, name: str) -> dict:
+        """Take an adapter back from all workers; streams that use it finish."""
+        return self._change(self._supervisor.adapters.unregister, name)
+
+    def _change(self, change: Callable[..., list[dict]], name: str, *path: str) -> dict:
+        try:
+            change(name, *path)
+        except RequestError as error:
+            raise to_raise(error) from None
+        return {"name": name}
+
+    def list_loras(self) -> list[dict]:
+        """The adapters that can be asked for, by name."""
+        try:
+            adapters = self._supervisor.adapters.list()[0]["adapters"]
+        except RequestError as error:
+            raise to_raise(error) from None
+        return [{"name": name} for name in sorted({a["name"] for a in adapters if a["state"] != "draining"})]
+
     # --- stored prompts ---
 
     def add_prompt(self, latents: bytes, text: str) -> str:
@@ -136,8 +162,6 @@ class Pool:
             if (prompt := self._prompts.get(prompt_id)) is None:
                 raise InvalidRequestError("NOT_FOUND", f"prompt_id: there is no stored prompt {prompt_id!r}")
             prompt_latents, prompt_text = prompt.latents, prompt.text
-        if lora_name is not None:
-            raise InvalidRequestError("NOT_FOUND", f"lora_name: there is no registered adapter {lora_name!r}")
         model = self.ready.result()
         numbers = {
             "max_generate_length": max_generate_length,
@@ -148,6 +172,7 @@ class Pool:
         fields = {
             "text": target_text,
             "prompt_text": prompt_text or None,
+            "lora": lora_name,
             "prompt_latents": _frames("prompt_latents", prompt_latents, model.feat_dim),
             "reference_latents": _frames("ref_audio_latents", ref_audio_latents, model.feat_dim),
             **{name: value.item() if isinstance(value, np.generic) else value for name, value in numbers.items()},

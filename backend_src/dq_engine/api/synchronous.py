@@ -43,6 +43,18 @@ class SyncVoxCPM2ServerPool:
         """Forget a stored prompt; KeyError if there is none of this id."""
         self._pool.remove_prompt(prompt_id)
 
+    def register_lora(self, name: str, path: str) -> dict:
+        """Offer an adapter under a name; see `AsyncVoxCPM2ServerPool.register_lora`."""
+        return self._pool.register_lora(name, path)
+
+    def unregister_lora(self, name: str) -> dict:
+        """Take an adapter back; streams that use it finish. ValueError if there is none of this name."""
+        return self._pool.unregister_lora(name)
+
+    def list_loras(self) -> list[dict]:
+        """The registered adapters, as {"name": name}, by name."""
+        return self._pool.list_loras()
+
     def wait_for_ready(self) -> None:
         """Nothing: this pool is ready."""
 

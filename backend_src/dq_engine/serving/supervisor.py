@@ -18,6 +18,7 @@ import zmq
 from dq_engine.config import EngineConfig
 from dq_engine.errors import RequestError
 from dq_engine.request import Request
+from dq_engine.serving.adapters import TIMEOUT_S, Adapters
 from dq_engine.serving.messages import (
     Audio,
     Call,
@@ -100,10 +101,9 @@ class Supervisor:
         self._model: Ready | None = None
         self._start_error: str | None = None
         self._stop_at: float | None = None
+        self.adapters = Adapters(self.call, lambda: self.ready_workers)
         self.draining = False
         """True while no requests are taken, so that those that run can end."""
-        self.on_worker_back: Callable[[int], None] = lambda index: None
-        """Called with a worker's number, on the supervisor's thread, when it is ready again after it died."""
 
     @property
     def ready_workers(self) -> list[int]:
@@ -178,7 +178,11 @@ class Supervisor:
         Raises:
             RequestError: of the operation; UNAVAILABLE if no worker is ready or none has answered within `timeout_s`.
         """
-        process = self._by_load(worker)[0]
+        return self._call(self._by_load(worker)[0], operation, arguments, payload, timeout_s)
+
+    def _call(
+        self, process: WorkerProcess, operation: str, arguments: dict, payload: bytes | None, timeout_s: float
+    ) -> Result:
         answers: queue.SimpleQueue[Result | Failed] = queue.SimpleQueue()
         id = next(self._ids)
         process.submit(Call(id, operation, arguments, payload), answers.put)
@@ -313,15 +317,26 @@ class Supervisor:
             elif isinstance(message, StartFailed):
                 slot.worker.start_error = message.message
             elif isinstance(message, Ready):
-                logger.info("worker %d is ready", slot.index)
-                slot.worker.ready, slot.ready_since = True, time.monotonic()
                 self._model = self._model or message
-                if self._serving:
-                    self.on_worker_back(slot.index)
-                if all(s.worker is not None and s.worker.ready for s in self._slots):
-                    with self._started:
-                        self._serving = True
-                        self._started.notify_all()
+                if self.adapters.any:
+                    restore = threading.Thread(target=self._restore, args=(slot, slot.worker), daemon=True)
+                    restore.start()
+                else:
+                    self._begin_serving(slot, slot.worker)
+
+    def _restore(self, slot: _Slot, worker: WorkerProcess) -> None:
+        """Give a worker that was started again the adapters that the others have; on a thread of its own."""
+        self.adapters.restore(lambda operation, arguments: self._call(worker, operation, arguments, None, TIMEOUT_S))
+        self._begin_serving(slot, worker)
+
+    def _begin_serving(self, slot: _Slot, worker: WorkerProcess) -> None:
+        logger.info("worker %d is ready", slot.index)
+        slot.ready_since = time.monotonic()
+        worker.ready = True
+        with self._started:
+            if all(s.worker is not None and s.worker.ready for s in self._slots):
+                self._serving = True
+                self._started.notify_all()
 
     def _on_heartbeat(self, index: int, snapshot: dict | None) -> None:
         try:
