@@ -54,11 +54,15 @@ class BatchGraphs:
             progress(count / len(self.buckets))
         self.pool = pool
 
+    def seconds_of(self, size: int) -> float:
+        """How long the device takes for a batch."""
+        return self.seconds[self._bucket(size)]
+
     @torch.inference_mode()
     def __call__(self, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the function; what it returns is the caller's own, and no later replay writes to it."""
         size = arguments[0].size(0)
-        bucket = next(b for b in self.buckets if b >= size)
+        bucket = self._bucket(size)
         for static, argument in zip(self._inputs, arguments, strict=True):
             static[:size].copy_(argument)
         if self.scratch_slot is not None:
@@ -66,6 +70,9 @@ class BatchGraphs:
         graph, outputs = self._graphs[bucket]
         graph.replay()
         return tuple(output[:size].clone() for output in outputs)
+
+    def _bucket(self, size: int) -> int:
+        return next(b for b in self.buckets if b >= size)
 
 
 def capture(

@@ -62,6 +62,8 @@ def load(config: EngineConfig, path: Path, progress: Callable[[str, float], None
     if not on_gpu:
         # Threads that wait for a core spin: the server and its clients need cores too.
         torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // 2))
+    elif dtype == torch.float32:  # who asks for float32 does not mean TF32
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     max_num_seqs = config.max_num_seqs or (512 if on_gpu else 16)
     if config.max_num_batched_tokens <= max_num_seqs:
         raise ValueError(
@@ -72,9 +74,9 @@ def load(config: EngineConfig, path: Path, progress: Callable[[str, float], None
     checkpoint = load_checkpoint(path, device, dtype, config.inference_timesteps, progress, lora)
     max_model_len = _max_model_len(config, checkpoint)
     runner = Runner(checkpoint, config.attention, config.inference_timesteps, max_num_seqs, max_model_len)
-    decoder = StreamingDecoder(checkpoint.vae, max_num_seqs + 1)
     # Half precision is 55 dB from float32 in the AudioVAE (tests/gpu); who asks for float32 gets it throughout.
-    decoder = decoder.to(torch.float16 if on_gpu and dtype != torch.float32 else torch.float32)
+    vae_dtype = torch.float16 if on_gpu and dtype != torch.float32 else torch.float32
+    decoder = StreamingDecoder(checkpoint.vae, max_num_seqs + 1, vae_dtype)
     num_blocks = config.num_kvcache_blocks or _num_kv_blocks(config, runner, max_num_seqs, max_model_len)
     runner.allocate_kv_cache(num_blocks)
     limits = Limits(

@@ -24,10 +24,10 @@ from dq_engine.vae.stage import DecodedStep, VaeStage
 logger = logging.getLogger(__name__)
 
 _NOTHING = np.zeros(0, np.float32)
-# Where the host runs ahead: how long before the device is done with a step the next one is made, and how much of the
-# step's expected time is not trusted.
-_LAUNCH_SECONDS = 0.002
-_DOUBT = 0.1
+# Where the host runs ahead it looks this often whether the device is done earlier than was expected.
+_DONE_LOOK_S = 0.001
+# What is kept of the longest time that the host took for a step, from step to step.
+_REMEMBERED = 0.9
 _LOOK_S = 0.1
 """How often the deadlines of streams are looked at that wait for their adapters, when nobody else runs."""
 
@@ -70,6 +70,8 @@ class EngineLoop:
         self._run_ahead = 0 if runner.device.type == "cpu" else 1
         self._in_flight: deque[tuple[Step, StepOutput, DecodedStep]] = deque()
         self._last_step_end = 0.0
+        self._host_seconds = 0.0
+        """How long the host takes from deciding on a step to having launched it, at most, of late."""
         self._turn_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="dq-engine", daemon=True)
         self._thread.start()
@@ -119,10 +121,13 @@ class EngineLoop:
             torch.cuda.set_device(self._runner.device)  # each thread has its own
         try:
             while self._take_arrivals():
-                self._turn_began = time.monotonic()
+                self._turn_began = began = time.monotonic()
+                if self._in_flight and self._in_flight[0][1].done:  # its audio does not wait for the next launch
+                    self._collect(*self._in_flight.popleft())
                 step = self._schedule()
                 if step is not None:
                     self._launch(step)
+                    self._host_seconds = max(time.monotonic() - began, _REMEMBERED * self._host_seconds)
                 while len(self._in_flight) > (self._run_ahead if step is not None else 0):
                     self._collect(*self._in_flight.popleft())
                 self._turn_began = None
@@ -141,8 +146,8 @@ class EngineLoop:
                 self._wake.wait(_LOOK_S if self.scheduler.waiting else None)
                 if self.scheduler.waiting:
                     break
-            if self._in_flight:
-                self._wake.wait_for(lambda: self.closed, self._spare_seconds())
+            while not self.closed and (spare := self._spare_seconds()) > 0.0:
+                self._wake.wait(min(spare, _DONE_LOOK_S))
             if self.closed:
                 return False
             arrived, cancelled = list(self._arrived), list(self._cancelled)
@@ -158,10 +163,11 @@ class EngineLoop:
 
     def _spare_seconds(self) -> float:
         """How long the device needs no next step: whoever arrives until then can still be part of it."""
-        step, output, _ = self._in_flight[0]
+        if not self._in_flight or self._in_flight[0][1].done:
+            return 0.0
+        output = self._in_flight[0][1]
         begun = max(output.launched_at, self._last_step_end)
-        seconds = self._pacer.costs.step(len(step.sampled), sum(p.length for p in step.prefills))
-        return max(0.0, begun + (1 - _DOUBT) * seconds - _LAUNCH_SECONDS - time.monotonic())
+        return begun + output.least_seconds - self._host_seconds - time.monotonic()
 
     def _schedule(self) -> Step | None:
         now = time.monotonic()

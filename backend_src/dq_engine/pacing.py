@@ -49,28 +49,16 @@ class PrefillCost:
         self._x, self._y = keep * self._x + tokens, keep * self._y + seconds
         self._xx, self._xy = keep * self._xx + tokens * tokens, keep * self._xy + tokens * seconds
 
-    def seconds(self, tokens: int) -> float:
-        """How long `tokens` take; 0 while nothing is known."""
-        if not self._y:
-            return 0.0
-        fixed, token = self._line()
-        return fixed + tokens * token
-
     def tokens_within(self, seconds: float) -> int | None:
         """Tokens that take at most `seconds`; None while nothing is known."""
         if not self._y:
             return None
-        fixed, token = self._line()
-        return max(0, int((seconds - fixed) / token))
-
-    def _line(self) -> tuple[float, float]:
-        """Seconds of a prefill whatever its size, and of each token."""
         x, y = self._x / self._weight, self._y / self._weight
         spread = self._xx / self._weight - x * x
         token = (self._xy / self._weight - x * y) / spread if spread > (_TELLING_SPREAD * x) ** 2 else 0.0
         # Steps that were all alike do not tell the two parts apart: then all of it counts as the tokens'.
         token = token if 0.0 < token * x < y else y / x
-        return y - token * x, token
+        return max(0, int((seconds - (y - token * x)) / token))
 
 
 class StepCosts:
@@ -102,10 +90,6 @@ class StepCosts:
             return self._decode[below] * rows / below
         share = (rows - below) / (above - below)
         return self._decode[below] + share * (self._decode[above] - self._decode[below])
-
-    def step(self, rows: int, prefill_tokens: int) -> float:
-        """Seconds of a step of both; 0 while nothing is known."""
-        return self.decode(rows) + (self._prefill.seconds(prefill_tokens) if prefill_tokens else 0.0)
 
     def tokens_within(self, seconds: float) -> int | None:
         """Prompt tokens that add at most `seconds` to a step; None while their cost is not known."""

@@ -85,6 +85,10 @@ class PromptBatch:
         counts = [last - first for first, last in self._patch_ranges]
         return np.repeat([p.sequence.adapter_slot for p in self.prefills], counts)
 
+    @property
+    def num_patches(self) -> int:
+        return sum(int(last - first) for first, last in self._patch_ranges)
+
     def patches(self) -> np.ndarray:
         """float32 [A, patch_size, feat_dim], all patches among the tokens."""
         ranges = zip(self.prefills, self._patch_ranges, strict=True)

@@ -108,12 +108,10 @@ class PrefillGraphs:
     @torch.inference_mode()
     def __call__(self, batch: PromptBatch) -> tuple[torch.Tensor, ...] | None:
         """Run prompts; what is returned is the caller's own, its first rows are the batch's. None if no bucket fits."""
-        need = batch.shape
-        fitting = [s for s in self._graphs if s.prompts >= need.prompts and s.tokens >= need.tokens]
-        if not fitting:
+        need, shape = batch.shape, self._fit(batch)
+        if shape is None:
             self.counters["prefill_graph_fallbacks"] += 1
             return None
-        shape = min(fitting, key=self.seconds.__getitem__)
         self.counters["prefill_graph_hits"] += 1
         self.counters["prefill_padding_tokens"] += shape.tokens - need.tokens
         patches = batch.patches()
@@ -126,6 +124,19 @@ class PrefillGraphs:
         array.copy_(_upload(batch.array(shape, self._scratch_slot, self._scratch_row), array.device))
         graph.replay()
         return tuple(output[: need.prompts].clone() for output in outputs)
+
+    def seconds_of(self, batch: PromptBatch) -> float:
+        """How long the device takes for prompts; 0 for those that no bucket holds."""
+        shape, patches = self._fit(batch), batch.num_patches
+        if shape is None:
+            return 0.0
+        return self.seconds[shape] + (self._encode.seconds_of(patches) if patches else 0.0)
+
+    def _fit(self, batch: PromptBatch) -> PrefillShape | None:
+        """The cheapest bucket that holds prompts."""
+        need = batch.shape
+        fitting = [s for s in self._graphs if s.prompts >= need.prompts and s.tokens >= need.tokens]
+        return min(fitting, key=self.seconds.__getitem__, default=None)
 
 
 def _upload(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -32,6 +32,7 @@ class StepOutput:
         latents_host: float32 [R, patch_size, feat_dim], likewise.
         ready: None on a CPU.
         launched_at: when the host began with it, by time.monotonic().
+        least_seconds: what the device surely needs for it, by its graphs; 0 where that is not known.
     """
 
     latents: torch.Tensor
@@ -40,6 +41,12 @@ class StepOutput:
     latents_host: torch.Tensor
     ready: torch.cuda.Event | None
     launched_at: float
+    least_seconds: float
+
+    @property
+    def done(self) -> bool:
+        """Whether the device has finished it, where it runs beside the host."""
+        return self.ready is not None and self.ready.query()
 
     def wait(self) -> tuple[list[bool], np.ndarray]:
         """Wait for the step; its stop flags and its latents."""
@@ -78,14 +85,14 @@ class Runner:
 
         self.condition = state(self.patch_size, self.feat_dim, dtype=self.dtype)
         """The patch before: LocDiT's condition, and the language models' next input."""
-        self.seeds, self.steps = state(), state()
-        self.offset = state()
-        """The place in the stream of the token that is fed back at step n is offset + n."""
+        # Four numbers of each stream: its step; the place in it of the token that is fed back at step 0; the key of its
+        # noise; its adapter's slot, or -1.
+        self._numbers = state(4)
+        self.steps, self.offset, self.seeds, self.adapters = self._numbers.unbind(1)
+        self.adapters.fill_(-1)
         self.cfg_value, self.temperature = state(dtype=self.dtype), state(dtype=torch.float32)
         self.block_tables = state(-(-max_model_len // BLOCK_SIZE), dtype=torch.int32)
         self._lora = checkpoint.lora
-        self.adapters = torch.full_like(self.seeds, -1)
-        """The adapter slot of each stream, or -1."""
         # Each by whether any of the streams has an adapter; those without are not slowed down by there being adapters.
         self._decode_graphs: dict[bool, BatchGraphs] = {}
         self._lm_graphs: dict[bool, BatchGraphs] = {}
@@ -171,23 +178,22 @@ class Runner:
     @torch.inference_mode()
     def start(self, sequences: list[Sequence]) -> None:
         """Put the state of sequences that were admitted, or are back after a preemption, into their slots."""
-        slots = self._to_device(np.array([s.slot for s in sequences], np.int64))
-        # The patch that comes out of the prompt is fed back, after the prompt, at the step after it.
-        numbers = [(s.generated, s.prompt_length - (s.generated + 1), s.seed, s.adapter_slot) for s in sequences]
-        steps, offsets, seeds, adapters = self._to_device(np.array(numbers, np.int64)).unbind(1)
-        self.steps[slots], self.offset[slots], self.seeds[slots] = steps, offsets, seeds
-        self.adapters[slots] = adapters
-        scales = np.array([(s.cfg_value, s.temperature) for s in sequences], np.float32)
-        cfg_value, temperature = self._to_device(scales).unbind(1)
-        self.cfg_value[slots], self.temperature[slots] = cfg_value.to(self.dtype), temperature
-        tables = np.zeros((len(sequences), max(len(s.blocks) for s in sequences)), np.int32)
-        patches = np.zeros((len(sequences), self.patch_size, self.feat_dim), np.float32)
-        for row, sequence in enumerate(sequences):
-            tables[row, : len(sequence.blocks)] = sequence.blocks
-            if sequence.last_patch is not None:
-                patches[row] = sequence.last_patch
-        self.block_tables[slots, : tables.shape[1]] = self._to_device(tables)
-        self.condition[slots] = self._to_device(patches).to(self.dtype)
+        # One upload for all of it: the slot, the four numbers, two scales as the bits of doubles, the blocks.
+        array = np.zeros((len(sequences), 7 + max(len(s.blocks) for s in sequences)), np.int64)
+        for row, s in zip(array, sequences, strict=True):
+            # The patch that comes out of the prompt is fed back, after the prompt, at the step after it.
+            row[:5] = s.slot, s.generated, s.prompt_length - (s.generated + 1), s.seed, s.adapter_slot
+            row[5:7].view(np.float64)[:] = s.cfg_value, s.temperature
+            row[7 : 7 + len(s.blocks)] = s.blocks
+        array = self._to_device(array)
+        slots, scales = array[:, 0], array[:, 5:7].view(torch.float64)
+        self._numbers[slots] = array[:, 1:5]
+        self.cfg_value[slots], self.temperature[slots] = scales[:, 0].to(self.dtype), scales[:, 1].float()
+        self.block_tables[slots, : array.size(1) - 7] = array[:, 7:].int()
+        self.condition.index_fill_(0, slots, 0)
+        if back := [s for s in sequences if s.last_patch is not None]:
+            slots = self._to_device(np.array([s.slot for s in back]))
+            self.condition[slots] = self._to_device(np.stack([s.last_patch for s in back])).to(self.dtype)
 
     @torch.inference_mode()
     def run(self, step: Step) -> StepOutput | None:
@@ -198,25 +204,29 @@ class Runner:
         launched_at = time.monotonic()
         if step.grown:
             self._extend_block_tables(step.grown)
-        mu, stop = self._prefill(step.prefills) if step.prefills else (None, None)
+        mu, stop, seconds = self._prefill(step.prefills) if step.prefills else (None, None, 0.0)
         slots = [s.slot for s in step.sampled]
         if not slots:
             return None
         slots = self._to_device(np.array(slots, np.int64))
         completed, decoding = slots.split([len(slots) - len(step.decodes), len(step.decodes)])
         if self._decode_graphs and not len(completed):
-            latents, stop = self._decode_graphs[_any_adapter(step.decodes)](decoding)
+            graphs = self._decode_graphs[_any_adapter(step.decodes)]
+            latents, stop = graphs(decoding)
+            seconds += graphs.seconds_of(len(decoding))
         else:
             parts = [(mu, stop)] if len(completed) else []
             if len(decoding):
                 adapters, longest = _any_adapter(step.decodes), max(s.cache_length for s in step.decodes)
                 graphs = self._lm_graphs.get(adapters)
                 parts.append(graphs(decoding) if graphs else self._decode(decoding, longest, adapters))
+                seconds += graphs.seconds_of(len(decoding)) if graphs else 0.0
             mu, stop = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
             adapters = _any_adapter(step.sampled)
             graphs = self._sample_graphs.get(adapters)
             latents = graphs(slots, mu)[0] if graphs else self._sample(slots, mu, adapters)
-        return StepOutput(latents, slots, *self._to_host(stop, latents.float()), launched_at)
+            seconds += graphs.seconds_of(len(slots)) if graphs else 0.0
+        return StepOutput(latents, slots, *self._to_host(stop, latents.float()), launched_at, seconds)
 
     def _sample(self, slots: torch.Tensor, mu: torch.Tensor, adapters: bool) -> torch.Tensor:
         """The next patch of each stream, kept as its state and returned, [R, patch_size, feat_dim]."""
@@ -237,8 +247,8 @@ class Runner:
         index = self._to_device(np.array([rows, columns], np.int64))
         self.block_tables[index[0], index[1]] = self._to_device(np.array(blocks, np.int32))
 
-    def _prefill(self, prefills: list[Prefill]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take prompt tokens in; mu and stop of the streams whose prompt is complete."""
+    def _prefill(self, prefills: list[Prefill]) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Take prompt tokens in; mu and stop of the streams whose prompt is complete, and what it takes at least."""
         # The prompts that end here first: theirs are the rows that are returned.
         batch = PromptBatch(sorted(prefills, key=lambda p: not p.completes), self.attention.queries_per_tile)
         adapters = _any_adapter(p.sequence for p in prefills)
@@ -253,7 +263,7 @@ class Runner:
             array = self._to_device(batch.array(batch.shape, self.scratch_slot, self._scratch_row))
             outputs = self._forward_prompts(batch.shape.split(array), encoded, adapters, batch.lengths)
         mu, stop = outputs
-        return mu[: batch.completed], stop[: batch.completed]
+        return mu[: batch.completed], stop[: batch.completed], graphs.seconds_of(batch) if graphs is not None else 0.0
 
     def _encode(self, patches: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
         """LocEnc's outputs, [A, hidden], for patches of prompts that have these adapter slots, int64 [A]."""

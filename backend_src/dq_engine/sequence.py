@@ -63,7 +63,7 @@ class Sequence:
     """Patches that have been generated and kept."""
     latents: list[np.ndarray] = field(default_factory=list)
     """float32 [patch_size, feat_dim] each, the patches that have been generated and kept."""
-    vae_state: list[torch.Tensor] | None = None
+    vae_state: torch.Tensor | None = None
     """Of a preempted stream, its decoder's state."""
     admitted: float = 0.0
     first_patch_at: float = 0.0
@@ -106,7 +106,7 @@ class Sequence:
             return None
         return self.patches[-CONTEXT_PATCHES:].reshape(-1, self.patches.shape[-1])
 
-    def rewind(self, block_size: int, vae_state: list[torch.Tensor]) -> None:
+    def rewind(self, block_size: int, vae_state: torch.Tensor) -> None:
         """Prepare to be taken in again after a preemption: what was generated becomes part of the tokens.
 
         All launched patches must have been collected. Generated patches get opaque keys: nobody else can mean them.

@@ -83,9 +83,9 @@ def test_requests_of_every_kind_give_what_they_give_alone(path, device, alone):
     assert state["active"] == state["queued"] == 0 and state["kv_blocks_free"] == state["kv_blocks_total"] == 12
 
 
-def test_a_host_that_runs_ahead_changes_nothing(path, alone):
+def test_a_host_that_runs_ahead_changes_nothing(path, device, alone):
     """As on a GPU: a step is launched before it is known whom the last one stopped; the patch too many is dropped."""
-    with DqCoreEngine(EngineConfig(model=str(path), threads=1, max_num_seqs=8, realtime=False)) as engine:
+    with DqCoreEngine(EngineConfig(model=str(path), max_num_seqs=8, realtime=False, **device)) as engine:
         engine._loop._run_ahead = 1
         launched = 0
         run = engine._loop._runner.run
@@ -107,10 +107,10 @@ def test_a_host_that_runs_ahead_changes_nothing(path, alone):
         assert stops and kept < launched <= kept + stops
 
 
-def test_a_prompt_that_was_cancelled_half_way_and_then_again(path, alone):
+def test_a_prompt_that_was_cancelled_half_way_and_then_again(path, device, alone):
     """What had been taken in of the cancelled prompt is used by the next, and the audio is the same."""
     index = next(i for i, heard in enumerate(alone) if heard.stats["prompt_tokens"] > 50)
-    config = EngineConfig(model=str(path), threads=1, max_num_seqs=4, max_num_batched_tokens=20, realtime=False)
+    config = EngineConfig(model=str(path), max_num_seqs=4, max_num_batched_tokens=20, realtime=False, **device)
     with DqCoreEngine(config) as engine:
         runner, half_way, go_on = engine._loop._runner, threading.Event(), threading.Event()
         run = runner.run

@@ -58,7 +58,7 @@ def test_half_precision_vae_signal_to_noise_ratio(on_cpu):
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     exact = StreamingDecoder(vae, 1).decode(latents, slots)
     for dtype in (torch.float16, torch.bfloat16):
-        audio = StreamingDecoder(vae, 1).to(dtype).decode(latents.to(dtype), slots).float()
+        audio = StreamingDecoder(vae, 1, dtype).decode(latents.to(dtype), slots)
         ratio = 10 * torch.log10(exact.square().mean() / (audio - exact).square().mean())
         print(f"AudioVAE in {dtype}: signal-to-noise ratio {ratio:.1f} dB against float32")
         assert dtype == torch.bfloat16 or ratio > 30

@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from dq_engine.kernels.causal_depthwise import causal_depthwise_snake, causal_depthwise_snake_torch
 from dq_engine.kernels.local_attention import local_attention, local_attention_torch
 from dq_engine.kernels.rms_norm import add_rms_norm, add_rms_norm_torch
 from dq_engine.kernels.silu_and_mul import silu_and_mul, silu_and_mul_torch
-from dq_engine.kernels.snake import snake, snake_torch
 
 pytestmark = pytest.mark.gpu
 
@@ -58,40 +56,3 @@ def test_local_attention(batch, tokens, heads, kv_heads, dim, dtype):
     angles = torch.rand(32, dim // 2, device="cuda").repeat(1, 2) * 6
     arguments = (qkv, angles.cos(), angles.sin(), heads, kv_heads, dim**-0.5)
     assert_close(local_attention(*arguments), local_attention_torch(*arguments))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("shape", [(1, 2048, 4), (64, 32, 7680), (3, 16, 999)])
-def test_snake(shape, dtype):
-    x = randn(*shape, dtype=dtype)
-    alpha = torch.rand(1, shape[1], 1, device="cuda", dtype=dtype) + 0.5
-    exact = snake_torch(x.float(), alpha.float(), alpha.float().reciprocal()).to(dtype)
-    assert_close(snake(x, alpha, alpha.reciprocal()), exact)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("dilation", [1, 3, 9])
-@pytest.mark.parametrize("length", [4, 32, 54, 1000, 7680])
-def test_causal_depthwise_snake(length, dilation, dtype):
-    """Two chunks in a row, so that the state that the first leaves counts too; other slots keep theirs."""
-    channels, padding = 24, 6 * dilation
-    state = randn(9, channels, padding, dtype=dtype)
-    exact_state = state.float().clone()
-    slots = torch.tensor([7, 2, 5], device="cuda")
-    weight, bias = randn(channels, 1, 7, dtype=dtype) / 3, randn(channels, dtype=dtype)
-    alpha = torch.rand(1, channels, 1, device="cuda", dtype=dtype) + 0.5
-    for _ in range(2):
-        x = randn(3, channels, length, dtype=dtype)
-        ours = causal_depthwise_snake(x, slots, state, weight, bias, dilation, alpha, alpha.reciprocal())
-        exact = causal_depthwise_snake_torch(
-            x.float(),
-            slots,
-            exact_state,
-            weight.float(),
-            bias.float(),
-            dilation,
-            alpha.float(),
-            alpha.reciprocal().float(),
-        )
-        assert_close(ours, exact.to(dtype))
-        assert torch.equal(state.float(), exact_state)

@@ -1,11 +1,10 @@
-"""A depthwise causal convolution of a stream, with the snake that follows it, in one pass over memory.
-
-The inputs that the next chunk's first outputs need are kept per slot; the kernel reads and replaces them in place.
-"""
+"""A depthwise causal convolution of streams, with the snake that follows it, in one pass over memory."""
 
 import torch
+from torch.nn.functional import conv2d
 
-from dq_engine.kernels.snake import snake_torch
+from dq_engine.kernels.snake import Activation, activate
+from dq_engine.kernels.stream_state import with_past
 
 try:
     import triton
@@ -13,94 +12,86 @@ try:
 except ImportError:  # a CPU installation
     triton = None
 
-_MAX_STATE = 128
 
-
-def causal_depthwise_snake_torch(
+def causal_depthwise_torch(
     x: torch.Tensor,
     slots: torch.Tensor,
     state: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,
     dilation: int,
-    alpha: torch.Tensor,
-    inverse: torch.Tensor,
+    activation: Activation | None,
 ) -> torch.Tensor:
-    """snake(conv(x)), after what the slots' state says came before x.
+    """Convolve the next inputs of some streams; their state is read only.
 
     Args:
-        x: [B, C, T].
-        slots: int64 [B], all different.
-        state: [slots, C, (K - 1) * dilation], the last inputs of each slot; replaced for `slots`.
-        weight: [C, 1, K].
+        x: [B, T, C].
+        slots: int64 [B].
+        state: [slots, (K - 1) * dilation, C], what came before.
+        weight: [K, C].
         bias: [C].
-        alpha, inverse: [1, C, 1], of the snake.
+        activation: applied to the outputs, without scale and offset; None for none.
 
     Returns:
-        [B, C, T]
+        [B, T, C]
     """
-    padding = state.size(-1)
-    x = torch.cat([state[slots], x], dim=-1)
-    state[slots] = x[..., -padding:]
-    y = torch.nn.functional.conv1d(x, weight, bias, dilation=dilation, groups=x.size(1))
-    return snake_torch(y, alpha, inverse)
+    # As an image of height 1 whose channels come last: there a CPU is fast, and nothing is transposed.
+    image = with_past(x, slots, state).transpose(1, 2)[:, :, None]
+    y = conv2d(image, weight.t()[:, None, None], bias, dilation=(1, dilation), groups=x.size(2))[:, :, 0].transpose(
+        1, 2
+    )
+    return y if activation is None else activate(y, activation)
 
 
 if triton is not None:
 
     @triton.jit
     def _kernel(
-        x, slots, state, weight, bias, alpha, inverse, out, channels, length,
-        TAPS: tl.constexpr, DILATION: tl.constexpr, STATE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+        x, slots, state, slot_stride, weight, bias, alpha, inverse, out, frames, channels, TAPS: tl.constexpr,
+        DILATION: tl.constexpr, SNAKE: tl.constexpr, FRAMES: tl.constexpr, CHANNELS: tl.constexpr,
     ):  # fmt: skip
-        row = tl.program_id(0)
-        channel = row % channels
-        padding = (TAPS - 1) * DILATION
-        x += row.to(tl.int64) * length
-        out += row.to(tl.int64) * length
-        state += (tl.load(slots + row // channels) * channels + channel) * padding
-        offset = tl.load(bias + channel).to(tl.float32)
-        a, i = tl.load(alpha + channel).to(tl.float32), tl.load(inverse + channel).to(tl.float32)
-        for start in range(0, length, BLOCK):
-            time = start + tl.arange(0, BLOCK)
-            inside = time < length
-            value = tl.zeros((BLOCK,), tl.float32) + offset
-            for tap in tl.static_range(TAPS):
-                source = time - (TAPS - 1 - tap) * DILATION
-                now = tl.load(x + source, inside & (source >= 0), other=0.0).to(tl.float32)
-                past = tl.load(state + padding + source, inside & (source < 0), other=0.0).to(tl.float32)
-                value += (now + past) * tl.load(weight + channel * TAPS + tap).to(tl.float32)
-            wave = tl.sin(a * value)
-            tl.store(out + time, value + i * wave * wave, inside)
-        # The last inputs, old ones among them if x is shorter than the state; read by all before any is replaced.
-        place = tl.arange(0, STATE_BLOCK)
-        source = place - padding + length
-        now = tl.load(x + source, (place < padding) & (source >= 0), other=0.0)
-        past = tl.load(state + padding + source, (place < padding) & (source < 0), other=0.0)
-        tl.debug_barrier()
-        tl.store(state + place, now + past, place < padding)
+        stream = tl.program_id(0).to(tl.int64)
+        first = tl.program_id(1) * FRAMES
+        frame = first + tl.arange(0, FRAMES)[:, None]
+        channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+        past = (TAPS - 1) * DILATION
+        here = channel < channels
+        inside = here & (frame < frames)
+        x += stream * frames * channels + channel
+        state += tl.load(slots + stream) * slot_stride + channel
+        value = tl.zeros((FRAMES, CHANNELS), tl.float32) + tl.load(bias + channel, here, other=0.0).to(tl.float32)
+        for tap in tl.static_range(TAPS):
+            source = frame - (TAPS - 1 - tap) * DILATION
+            taken = tl.load(x + source * channels, inside & (source >= 0), other=0.0).to(tl.float32)
+            if first < past:
+                old = tl.load(state + (past + source) * channels, inside & (source < 0), other=0.0)
+                taken += old.to(tl.float32)
+            value += taken * tl.load(weight + tap * channels + channel, here, other=0.0).to(tl.float32)
+        if SNAKE:
+            wave = tl.sin(tl.load(alpha + channel, here, other=0.0) * value)
+            value += tl.load(inverse + channel, here, other=0.0) * wave * wave
+        tl.store(out + (stream * frames + frame) * channels + channel, value.to(out.dtype.element_ty), inside)
 
 
-def causal_depthwise_snake(
+def causal_depthwise(
     x: torch.Tensor,
     slots: torch.Tensor,
     state: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,
     dilation: int,
-    alpha: torch.Tensor,
-    inverse: torch.Tensor,
+    activation: Activation | None,
 ) -> torch.Tensor:
-    """The same, by a kernel where `x` is on a GPU."""
-    padding, taps = state.size(-1), weight.size(-1)
-    if triton is None or not x.is_cuda or padding > _MAX_STATE or padding != (taps - 1) * dilation:
-        return causal_depthwise_snake_torch(x, slots, state, weight, bias, dilation, alpha, inverse)
-    x = x.contiguous()
-    batch, channels, length = x.shape
+    """The same, by a kernel where x is on a GPU. The slots of state may lie apart; each one is contiguous."""
+    if triton is None or not x.is_cuda:
+        return causal_depthwise_torch(x, slots, state, weight, bias, dilation, activation)
+    batch, frames, channels = x.shape
     out = torch.empty_like(x)
-    block = min(1024, triton.next_power_of_2(length))
-    _kernel[(batch * channels,)](
-        x, slots, state, weight, bias, alpha, inverse, out, channels, length,
-        taps, dilation, triton.next_power_of_2(padding), block, num_warps=1 if block < 256 else 4,
+    width = min(64, triton.next_power_of_2(channels))
+    height = min(max(1, 2048 // width), triton.next_power_of_2(frames))
+    alpha, inverse = (bias, bias) if activation is None else (activation.alpha, activation.inverse)
+    _kernel[(batch, triton.cdiv(frames, height), triton.cdiv(channels, width))](
+        x, slots, state, state.stride(0), weight, bias, alpha, inverse, out, frames, channels, len(weight), dilation,
+        activation is not None, height, width,
     )  # fmt: skip
     return out

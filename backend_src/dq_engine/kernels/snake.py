@@ -1,40 +1,34 @@
-"""The snake activation of the AudioVAE, x + sin(alpha x)^2 / alpha, in one pass over memory."""
+"""The AudioVAE's activation: a scale and an offset, where there are any, then snake, x + sin(alpha x)^2 / alpha."""
+
+import math
+from typing import NamedTuple
 
 import torch
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a CPU installation
-    triton = None
+_FRAMES_A_ROW = 64
 
 
-def snake_torch(x: torch.Tensor, alpha: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """x + inverse * sin(alpha * x)^2 of x [B, C, T] with alpha and inverse [1, C, 1]."""
-    return torch.addcmul(x, inverse, torch.sin(alpha * x).square_())
+class Activation(NamedTuple):
+    """snake(x * scale + offset), per channel.
+
+    Args:
+        scale, offset: float32 [C]; None for neither.
+        alpha: float32 [C].
+        inverse: float32 [C], 1 / alpha.
+    """
+
+    scale: torch.Tensor | None
+    offset: torch.Tensor | None
+    alpha: torch.Tensor
+    inverse: torch.Tensor
 
 
-if triton is not None:
-
-    @triton.jit
-    def _kernel(x, alpha, inverse, out, channels, length, BLOCK: tl.constexpr):
-        row = tl.program_id(0)
-        time = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = time < length
-        place = row.to(tl.int64) * length + time
-        channel = row % channels
-        value = tl.load(x + place, inside, other=0.0).to(tl.float32)
-        wave = tl.sin(tl.load(alpha + channel).to(tl.float32) * value)
-        tl.store(out + place, value + tl.load(inverse + channel).to(tl.float32) * wave * wave, inside)
-
-
-def snake(x: torch.Tensor, alpha: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """The same, by a kernel (in float32 within) where `x` is on a GPU."""
-    if triton is None or not x.is_cuda:
-        return snake_torch(x, alpha, inverse)
-    x = x.contiguous()
-    batch, channels, length = x.shape
-    out = torch.empty_like(x)
-    block = min(1024, triton.next_power_of_2(length))
-    _kernel[(batch * channels, triton.cdiv(length, block))](x, alpha, inverse, out, channels, length, block)
-    return out
+def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """The activation of x [..., C]."""
+    # Several frames a row: with few channels the rows would be too short for a CPU's vector instructions.
+    frames = math.gcd(x.numel() // x.size(-1), _FRAMES_A_ROW)
+    scale, offset, alpha, inverse = (None if t is None else t.to(x.dtype).repeat(frames) for t in activation)
+    rows = x.reshape(-1, frames * x.size(-1))
+    if scale is not None:
+        rows = torch.addcmul(offset, rows, scale)
+    return torch.addcmul(rows, inverse, torch.sin(alpha * rows).square_()).view(x.shape)

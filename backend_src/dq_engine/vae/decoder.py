@@ -1,17 +1,20 @@
 """The AudioVAE's decoder as a stream: each slot keeps, per causal convolution, the inputs its next output needs.
 
-Decoding a stream's patches one after the other gives the samples that decoding them all at once would give.
+Decoding a stream's patches one after the other gives the samples that decoding them all at once would give. In memory
+frames lie before channels: nearly all of it is matrix products then, and what stands between is part of their kernels.
 """
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.functional import conv1d, conv_transpose1d
 
 from dq_engine.errors import CheckpointError
-from dq_engine.kernels.causal_depthwise import causal_depthwise_snake
-from dq_engine.kernels.snake import snake
+from dq_engine.kernels.causal_depthwise import causal_depthwise
+from dq_engine.kernels.causal_gemm import causal_gemm
+from dq_engine.kernels.causal_output import causal_output
+from dq_engine.kernels.snake import Activation
+from dq_engine.kernels.stream_state import shift_in
 from dq_engine.nano import (
     AudioVAEV2,
     CausalConv1d,
@@ -22,190 +25,184 @@ from dq_engine.nano import (
     causal_padding,
 )
 
-
-class Snake(nn.Module):
-    """x + sin(alpha x)^2 / alpha, per channel."""
-
-    def __init__(self, layer: Snake1d) -> None:
-        super().__init__()
-        self.register_buffer("alpha", layer.alpha.detach())
-        self.register_buffer("inverse", (layer.alpha.detach() + 1e-9).reciprocal())
-
-    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        return snake(x, self.alpha, self.inverse)
+_ALIGNMENT = 64
+"""Elements that each convolution's part of a slot's state is a multiple of."""
 
 
-class Affine(nn.Module):
-    """x * scale + bias, per channel: the decoder's conditioning on its own output rate, a constant."""
-
-    def __init__(self, scale: torch.Tensor, bias: torch.Tensor) -> None:
-        super().__init__()
-        self.register_buffer("scale", scale[None, :, None])
-        self.register_buffer("bias", bias[None, :, None])
-
-    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        return torch.addcmul(self.bias, x, self.scale)
-
-
-class StreamingConv(nn.Module):
-    """A causal convolution; state [slots, channels, padding] holds the last inputs. Weight norm is folded."""
-
-    def __init__(self, conv: CausalConv1d, slots: int) -> None:
-        super().__init__()
-        self.register_buffer("weight", conv.weight.detach().clone())
-        self.register_buffer("conv_bias", None if conv.bias is None else conv.bias.detach().clone())
-        self.dilation, self.groups, self.padding = conv.dilation[0], conv.groups, causal_padding(conv)
-        self.register_buffer("state", self.weight.new_zeros(slots, conv.in_channels, self.padding))
-
-    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        if self.padding:
-            x = torch.cat([self.state[slots], x], dim=-1)
-            self.state[slots] = x[..., -self.padding :]
-        return conv1d(x, self.weight, self.conv_bias, dilation=self.dilation, groups=self.groups)
-
-
-class StreamingTransposedConv(nn.Module):
-    """A causal transposed convolution; state [slots, channels, context] holds the last inputs."""
-
-    def __init__(self, conv: CausalTransposeConv1d, slots: int) -> None:
-        super().__init__()
-        self.register_buffer("weight", conv.weight.detach().clone())
-        self.register_buffer("conv_bias", None if conv.bias is None else conv.bias.detach().clone())
-        self.stride = conv.stride[0]
-        self.context = (conv.kernel_size[0] - 1) // self.stride
-        self.register_buffer("state", self.weight.new_zeros(slots, conv.in_channels, self.context))
-
-    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        frames = x.size(-1)
-        if self.context:
-            x = torch.cat([self.state[slots], x], dim=-1)
-            self.state[slots] = x[..., -self.context :]
-        out = conv_transpose1d(x, self.weight, self.conv_bias, stride=self.stride)
-        # What the context alone gives went out with the chunk before; the tail belongs to the next.
-        return out[..., self.context * self.stride :][..., : frames * self.stride]
-
-
-class ResidualUnit(nn.Module):
-    """x + pointwise(snake(conv(snake(x)))).
+@dataclass
+class Convolution:
+    """One causal convolution, and what follows it. Weight norm is folded.
 
     Args:
-        first, second: the snakes.
-        conv: the convolution over time.
-        pointwise: the one over channels.
+        kind: depthwise; gemm (over all channels, transposed ones too); output (to one channel, then tanh).
+        weight: [taps, C] or [taps, C, stride * D], see the kernels.
+        bias: [D].
+        past: input frames that it keeps.
+        dilation: frames from tap to tap.
+        activation: of its outputs; None for none.
+        keep_raw: whether its outputs before the activation are the next residual.
+        residual: whether the last ones kept so are added.
+        state: [slots, past, C], a part of every slot's state.
     """
 
-    def __init__(self, first: Snake, conv: StreamingConv, second: Snake, pointwise: StreamingConv) -> None:
-        super().__init__()
-        self.first, self.conv, self.second, self.pointwise = first, conv, second, pointwise
-        self.fused = conv.groups == len(conv.weight) == conv.state.size(1) and conv.conv_bias is not None
-
-    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        y = self.first(x, slots)
-        if self.fused:
-            c, s = self.conv, self.second
-            y = causal_depthwise_snake(y, slots, c.state, c.weight, c.conv_bias, c.dilation, s.alpha, s.inverse)
-        else:
-            y = self.second(self.conv(y, slots), slots)
-        return x + self.pointwise(y, slots)
+    kind: str
+    weight: torch.Tensor
+    bias: torch.Tensor
+    past: int
+    dilation: int
+    activation: Activation | None = None
+    keep_raw: bool = False
+    residual: bool = False
+    state: torch.Tensor | None = None
 
 
-class Tanh(nn.Module):
-    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x)
-
-
-class StreamingDecoder(nn.Module):
+class StreamingDecoder:
     """Latents to audio, for any subset of the slots at a time.
 
     Args:
         vae: the weights; copied, so the VAE itself stays as it is.
         slots: number of slots; slot numbers are below it.
+        dtype: what it runs in.
+
+    Raises:
+        CheckpointError: the decoder has parts that are not supported.
     """
 
-    def __init__(self, vae: AudioVAEV2, slots: int) -> None:
-        super().__init__()
+    @torch.inference_mode()
+    def __init__(self, vae: AudioVAEV2, slots: int, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
         self.samples_per_frame = vae.decoder_chunk_size
-        self.layers = nn.ModuleList(_streaming_layers(vae, slots))
+        self._layers = _Builder(vae, dtype).layers
+        sizes = [layer.past * layer.weight.size(1) for layer in self._layers]
+        offsets, total = [], 0
+        for size in sizes:
+            offsets.append(total)
+            total += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._state = self._layers[0].weight.new_zeros(slots, total)
+        for layer, size, offset in zip(self._layers, sizes, offsets, strict=True):
+            layer.state = self._state[:, offset : offset + size].view(slots, layer.past, layer.weight.size(1))
 
     @torch.inference_mode()
     def decode(self, latents: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Decode the next frames of some streams.
 
         Args:
-            latents: [B, frames, feat_dim].
+            latents: [B, frames, feat_dim], of the decoder's dtype.
             slots: int64 [B], all different.
 
         Returns:
-            [B, frames * samples_per_frame]
+            float32 [B, frames * samples_per_frame]
         """
-        x = latents.transpose(1, 2)
-        for layer in self.layers:
-            x = layer(x, slots)
-        return x[:, 0]
+        x, kept = latents.contiguous(), None
+        for layer in self._layers:
+            before, (weight, bias) = x, (layer.weight, layer.bias)
+            if layer.kind == "depthwise":
+                x = causal_depthwise(x, slots, layer.state, weight, bias, layer.dilation, layer.activation)
+            elif layer.kind == "gemm":
+                residual = kept if layer.residual else None
+                raw, x = causal_gemm(
+                    x, slots, layer.state, weight, bias, layer.dilation, residual, layer.activation, layer.keep_raw
+                )
+                kept = raw if layer.keep_raw else kept
+            else:
+                x = causal_output(x, slots, layer.state, weight, bias)
+            if layer.past:
+                shift_in(before, slots, layer.state)
+        return x
 
     @torch.inference_mode()
     def reset(self, slots: torch.Tensor) -> None:
         """Forget the past of some slots (int64 [B]): their next frames begin a stream."""
-        for state in self._states():
-            state[slots] = 0
+        self._state.index_fill_(0, slots, 0)
 
     @torch.inference_mode()
-    def save(self, slot: int) -> list[torch.Tensor]:
+    def save(self, slot: int) -> torch.Tensor:
         """A copy of a slot's past, to go on in any slot later."""
-        return [state[slot].clone() for state in self._states()]
+        return self._state[slot].clone()
 
     @torch.inference_mode()
-    def restore(self, slot: int, past: list[torch.Tensor]) -> None:
+    def restore(self, slot: int, past: torch.Tensor) -> None:
         """Let a slot go on from a past that `save` gave."""
-        for state, saved in zip(self._states(), past, strict=True):
-            state[slot] = saved
-
-    def _states(self) -> Iterator[torch.Tensor]:
-        return (buffer for name, buffer in self.named_buffers() if name.endswith(".state") and buffer.numel())
+        self._state[slot] = past
 
 
-def _streaming_layers(vae: AudioVAEV2, slots: int) -> list[nn.Module]:
-    decoder = vae.decoder
-    conditions = [None] * len(decoder.model) if decoder.sr_bin_boundaries is None else list(decoder.sr_cond_model)
-    layers = []
-    for layer, condition in zip(decoder.model, conditions, strict=True):
-        if condition is not None:
-            layers += _condition_layers(vae, condition, slots)
-        layers += _convert(layer, slots)
-    return layers
+class _Builder:
+    """Walks the official decoder's layers and notes what each convolution is followed by."""
 
+    def __init__(self, vae: AudioVAEV2, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._affine: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None)
+        self.layers: list[Convolution] = []
+        decoder = vae.decoder
+        conditioned = decoder.sr_bin_boundaries is not None
+        conditions = list(decoder.sr_cond_model) if conditioned else [None] * len(decoder.model)
+        for layer, condition in zip(decoder.model, conditions, strict=True):
+            if condition is not None:
+                self._add_condition(vae, condition)
+            self._add(layer)
+        if self.layers[-1].kind != "output":
+            raise CheckpointError("config.json: the AudioVAE's decoder does not end in one channel and a tanh")
 
-def _condition_layers(vae: AudioVAEV2, condition: nn.Module, slots: int) -> list[nn.Module]:
-    rate = torch.tensor(vae.out_sample_rate, device=vae.decoder.sr_bin_boundaries.device)
-    index = torch.bucketize(rate, vae.decoder.sr_bin_boundaries)
-    if condition.cond_type in ("scale_bias", "scale_bias_init"):
-        scale, bias = condition.scale_embed.weight[index], condition.bias_embed.weight[index]
-    elif condition.cond_type == "add":
-        bias = condition.cond_embed.weight[index]
-        scale = torch.ones_like(bias)
-    else:
-        raise CheckpointError(f'config.json: audio_vae_config.cond_type "{condition.cond_type}" is not supported')
-    return [Affine(scale.detach(), bias.detach()), *_convert(condition.out_layer, slots)]
+    def _add(self, layer: nn.Module) -> None:
+        if isinstance(layer, CausalConv1d):
+            self._add_convolution(layer)
+        elif isinstance(layer, CausalTransposeConv1d):
+            self._add_transposed(layer)
+        elif isinstance(layer, Snake1d):
+            alpha = layer.alpha.detach().flatten().float()
+            self.layers[-1].activation = Activation(*self._affine, alpha, (alpha + 1e-9).reciprocal())
+            self._affine = (None, None)
+        elif isinstance(layer, nn.Tanh):
+            last = self.layers[-1]
+            if last.weight.shape[2:] != (1,) or last.dilation != 1:
+                raise CheckpointError("config.json: an AudioVAE decoder of more than one output channel")
+            last.kind, last.weight = "output", last.weight[:, :, 0].contiguous()
+        elif isinstance(layer, NoiseBlock):
+            raise CheckpointError("config.json: audio_vae_config.use_noise_block is not supported: its audio is random")
+        elif isinstance(layer, CausalDecoderBlock | nn.Sequential):
+            for child in layer.block if isinstance(layer, CausalDecoderBlock) else layer:
+                self._add(child)
+        elif not isinstance(layer, nn.Identity):  # a residual unit
+            self.layers[-1].keep_raw = True
+            self._add(layer.block)
+            self.layers[-1].residual = True
 
+    def _add_convolution(self, conv: CausalConv1d) -> None:
+        weight = conv.weight.detach()  # [D, C / groups, taps]
+        past = causal_padding(conv)
+        if past != (weight.size(2) - 1) * conv.dilation[0]:
+            raise CheckpointError("config.json: an AudioVAE decoder whose convolutions are not causal is not supported")
+        if conv.groups == 1:
+            self._append("gemm", weight.permute(2, 1, 0), conv, past, conv.dilation[0])
+        elif conv.groups == conv.in_channels == conv.out_channels:
+            self._append("depthwise", weight[:, 0].t(), conv, past, conv.dilation[0])
+        else:
+            raise CheckpointError(f"config.json: an AudioVAE decoder with {conv.groups} groups is not supported")
 
-def _convert(layer: nn.Module, slots: int) -> list[nn.Module]:
-    """The streaming form of one layer of the official decoder."""
-    if isinstance(layer, CausalConv1d):
-        return [StreamingConv(layer, slots)]
-    if isinstance(layer, CausalTransposeConv1d):
-        return [StreamingTransposedConv(layer, slots)]
-    if isinstance(layer, Snake1d):
-        return [Snake(layer)]
-    if isinstance(layer, nn.Tanh):
-        return [Tanh()]
-    if isinstance(layer, nn.Identity):
-        return []
-    if isinstance(layer, NoiseBlock):
-        raise CheckpointError("config.json: audio_vae_config.use_noise_block is not supported: its audio is random")
-    if isinstance(layer, CausalDecoderBlock | nn.Sequential):
-        return [
-            new
-            for child in (layer.block if isinstance(layer, CausalDecoderBlock) else layer)
-            for new in _convert(child, slots)
-        ]
-    return [ResidualUnit(*(new for child in layer.block for new in _convert(child, slots)))]
+    def _add_transposed(self, conv: CausalTransposeConv1d) -> None:
+        weight, stride = conv.weight.detach(), conv.stride[0]  # [C, D, taps]
+        if weight.size(2) != 2 * stride:
+            raise CheckpointError("config.json: an AudioVAE decoder that does not upsample by half its kernel")
+        # The frame before gives what its second half spills into this one.
+        halves = [weight[:, :, stride:], weight[:, :, :stride]]
+        packed = torch.stack([half.transpose(1, 2).flatten(1) for half in halves])
+        self._append("gemm", packed, conv, 1, 1)
+
+    def _append(self, kind: str, weight: torch.Tensor, conv: nn.Module, past: int, dilation: int) -> None:
+        bias = weight.new_zeros(conv.out_channels) if conv.bias is None else conv.bias.detach()
+        weight, bias = weight.to(self._dtype).contiguous(), bias.to(self._dtype).clone()
+        self.layers.append(Convolution(kind, weight, bias, past, dilation))
+
+    def _add_condition(self, vae: AudioVAEV2, condition: nn.Module) -> None:
+        """The decoder's conditioning on its own output rate: a constant scale and offset per channel."""
+        rate = torch.tensor(vae.out_sample_rate, device=vae.decoder.sr_bin_boundaries.device)
+        index = torch.bucketize(rate, vae.decoder.sr_bin_boundaries)
+        if condition.cond_type in ("scale_bias", "scale_bias_init"):
+            scale, offset = condition.scale_embed.weight[index], condition.bias_embed.weight[index]
+        elif condition.cond_type == "add":
+            offset = condition.cond_embed.weight[index]
+            scale = torch.ones_like(offset)
+        else:
+            raise CheckpointError(f'config.json: audio_vae_config.cond_type "{condition.cond_type}" is not supported')
+        self._affine = (scale.detach().float(), offset.detach().float())
+        self._add(condition.out_layer)

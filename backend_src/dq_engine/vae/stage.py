@@ -49,7 +49,7 @@ class VaeStage:
     def __init__(self, decoder: StreamingDecoder, device: torch.device) -> None:
         self.decoder, self.device = decoder, device
         self._graphs: BatchGraphs | None = None
-        self.dtype = next(decoder.buffers()).dtype
+        self.dtype = decoder.dtype
         self.cuda_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def capture(
@@ -66,7 +66,7 @@ class VaeStage:
         """
         slots = torch.full((1,), max_num_seqs, device=self.device)
         self._graphs = BatchGraphs(
-            lambda slots, latents: (self.decoder.decode(latents, slots).float(),),
+            lambda slots, latents: (self.decoder.decode(latents, slots),),
             [slots, latents.to(self.dtype)],
             batch_buckets(max_num_seqs),
             max_num_seqs,
@@ -74,12 +74,12 @@ class VaeStage:
         )
         return self._graphs.seconds
 
-    def save(self, slot: int) -> list[torch.Tensor]:
+    def save(self, slot: int) -> torch.Tensor:
         """The state of a stream that has to leave its slot."""
         with self._on_stream():
             return self.decoder.save(slot)
 
-    def restore(self, slot: int, state: list[torch.Tensor]) -> None:
+    def restore(self, slot: int, state: torch.Tensor) -> None:
         """Let a stream that had to leave go on in another slot."""
         with self._on_stream():
             self.decoder.restore(slot, state)
@@ -105,7 +105,7 @@ class VaeStage:
         with self._on_stream():
             began = self._mark()
             if self._graphs is None:
-                audio = self.decoder.decode(latents.to(self.dtype), slots).float()
+                audio = self.decoder.decode(latents.to(self.dtype), slots)
             else:
                 (audio,) = self._graphs(slots, latents)
             if self.cuda_stream is None:
