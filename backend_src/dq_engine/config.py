@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import AliasChoices, Field, SecretStr, ValidationError
+from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dq_engine.errors import CheckpointError
@@ -112,6 +112,12 @@ class EngineConfig(BaseSettings):
         names = self.devices.split(",") if self.devices else [self.device]
         names = [f"auto:{name}" if name.isdigit() else name for name in names]
         return [self.model_copy(update={"device": name, "devices": ""}) for name in names]
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _decode(cls, value: object) -> object:
+        """Text from the environment as UTF-8: Triton's stubs run Python in the C locale, which knows ASCII only."""
+        return value.encode("utf-8", "surrogateescape").decode("utf-8", "replace") if isinstance(value, str) else value
 
     @classmethod
     def settings_customise_sources(cls, settings_cls, init_settings, env_settings, **_):

@@ -25,7 +25,8 @@ def socket_path(setting: str | None, model: str) -> Path:
         model: the model's name.
     """
     if setting:
-        return Path(setting).expanduser()
+        # Triton's stubs run Python in the C locale, which takes no letters beyond ASCII in paths but in this form.
+        return Path(os.fsdecode(setting.encode("utf-8", "surrogateescape"))).expanduser()
     # Triton's stubs are children of their server: its number tells two servers of one machine apart.
     return _default_folder() / f"{model}-{os.getppid()}.sock"
 

@@ -1,0 +1,162 @@
+"""voxcpm-admin: voices, adapters, draining and information of a running server, over gRPC.
+
+Answers are JSON on standard output; an error is one line on standard error, and status 1.
+"""
+
+import base64
+import json
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tritonclient.grpc
+import typer
+from tritonclient.utils import InferenceServerException
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+voices = typer.Typer(help="Stored voices, which requests name in `voice`.", no_args_is_help=True)
+adapters = typer.Typer(help="Registered LoRA adapters, which requests name in `lora`.", no_args_is_help=True)
+app.add_typer(voices, name="voices")
+app.add_typer(adapters, name="adapters")
+
+TIMEOUT_S = 320.0
+Name = Annotated[str, typer.Argument(help="Letters, digits, - and _; 64 at most.")]
+Recording = typer.Option(
+    exists=True, dir_okay=False, help="An audio file, or latents as a .npy file (float32, frames x 64)."
+)
+
+
+class Server:
+    """Where operations go; set up from the options that all commands share."""
+
+    url = "localhost:8001"
+    model = "voxcpm2_admin"
+    token: str | None = None
+
+
+@app.callback()
+def common(
+    url: Annotated[str, typer.Option(envvar="VOXCPM_URL", help="gRPC address of the server.")] = Server.url,
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="DQ_ENGINE_ADMIN_TOKEN", help="The server's DQ_ENGINE_ADMIN_TOKEN, if it has one."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="The model that answers.")] = Server.model,
+) -> None:
+    Server.url, Server.token, Server.model = url, token, model
+
+
+def call(operation: str, arguments: dict | None = None, payload: bytes | None = None) -> None:
+    """Have an operation done, and print its result."""
+    fields = {"operation": operation, "arguments": json.dumps(arguments or {}), "token": Server.token}
+    fields["payload"] = payload
+    inputs = []
+    for name, value in fields.items():
+        if value is not None:
+            inputs.append(tritonclient.grpc.InferInput(name, [1], "BYTES"))
+            data = value.encode() if isinstance(value, str) else value
+            inputs[-1].set_data_from_numpy(np.array([data], np.object_))
+    try:
+        with tritonclient.grpc.InferenceServerClient(Server.url) as client:
+            result = client.infer(Server.model, inputs, client_timeout=TIMEOUT_S)
+    except InferenceServerException as error:
+        typer.echo(error.message(), err=True)
+        raise typer.Exit(1) from None
+    typer.echo(json.dumps(json.loads(result.as_numpy("result")[0]), indent=2, ensure_ascii=False))
+
+
+@app.command()
+def info() -> None:
+    """Sample rates, sizes, limits, versions, and the settings in force."""
+    call("information")
+
+
+@app.command()
+def stats() -> None:
+    """What each engine worker holds right now, and what it has done."""
+    call("statistics")
+
+
+@app.command()
+def drain() -> None:
+    """Take no more requests; those that run end as they would have."""
+    call("drain")
+
+
+@app.command()
+def undrain() -> None:
+    """Take requests again."""
+    call("undrain")
+
+
+@voices.command("list")
+def list_voices() -> None:
+    """All voices."""
+    call("list_voices")
+
+
+@voices.command("show")
+def show_voice(name: Name) -> None:
+    """One voice."""
+    call("get_voice", {"name": name})
+
+
+@voices.command("delete")
+def delete_voice(name: Name) -> None:
+    """Remove a voice; streams that use it go on."""
+    call("delete_voice", {"name": name})
+
+
+@voices.command("register")
+def register_voice(
+    name: Name,
+    reference: Annotated[Path | None, Recording] = None,
+    prompt: Annotated[Path | None, Recording] = None,
+    prompt_text: Annotated[str | None, typer.Option(help="The words of the prompt.")] = None,
+) -> None:
+    """Keep a voice: a reference to clone, a prompt to continue, or both."""
+    arguments, payload = {"name": name}, None
+    if prompt_text is not None:
+        arguments["prompt_text"] = prompt_text
+    for kind, path in ("reference", reference), ("prompt", prompt):
+        if path is None:
+            continue
+        form, data = ("latents", _latents(path)) if path.suffix == ".npy" else ("audio", path.read_bytes())
+        field = f"{kind}_{form}"
+        if payload is None:
+            arguments["payload"], payload = field, data
+        elif form == "audio":
+            arguments[field] = base64.b64encode(data).decode()
+        else:
+            arguments[field] = np.frombuffer(data, np.float32).tolist()
+    call("register_voice", arguments, payload)
+
+
+@adapters.command("list")
+def list_adapters() -> None:
+    """All adapters, of each engine worker."""
+    call("list_loras")
+
+
+@adapters.command("register")
+def register_adapter(
+    name: Name, path: Annotated[str, typer.Argument(help="On the server, below its DQ_ENGINE_LORA_DIR.")]
+) -> None:
+    """Offer an adapter; a name that is taken gets a new version."""
+    call("register_lora", {"name": name, "path": path})
+
+
+@adapters.command("unregister")
+def unregister_adapter(name: Name) -> None:
+    """Take an adapter back; streams that use it go on."""
+    call("unregister_lora", {"name": name})
+
+
+def _latents(path: Path) -> bytes:
+    try:
+        array = np.load(path, allow_pickle=False)
+    except ValueError as error:
+        raise typer.BadParameter(f"{path}: {error}") from None
+    if array.ndim != 2:
+        raise typer.BadParameter(f"{path}: must have shape [frames, 64], got {list(array.shape)}")
+    return array.astype("<f4").tobytes()
