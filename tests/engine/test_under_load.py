@@ -185,11 +185,11 @@ def test_only_the_stream_at_fault_fails(path, fault, monkeypatch):
         runner = engine._loop._runner
         sample = runner._sample
 
-        def faulty(slots, mu):
+        def faulty(slots, mu, adapters):
             bad = runner.seeds[slots] == 666
             if fault == "step" and bad.any():
                 raise RuntimeError("boom")
-            latents = sample(slots, mu)
+            latents = sample(slots, mu, adapters)
             latents[bad] = float("nan")
             return latents
 
