@@ -31,6 +31,8 @@ class Settings:
     gpu_memory_utilization: float = 0.6
     max_num_batched_tokens: int = 8192
     realtime: bool = True
+    lora_max_loras: int = 0
+    lora_dir: str | None = None
 
 
 class Driver(abc.ABC):
@@ -38,6 +40,8 @@ class Driver(abc.ABC):
 
     cached_tokens: int | None = None
     """Prompt tokens that came from a cache, over all streams so far; None where the engine does not tell."""
+    lora_loads: int | None = None
+    """Adapters loaded onto the device so far; likewise."""
 
     @abc.abstractmethod
     async def start(self) -> dict:
@@ -50,6 +54,10 @@ class Driver(abc.ABC):
         Raises:
             Refused: no room.
         """
+
+    async def register(self, name: str, path: str) -> None:
+        """Offer an adapter, where the engine was started with room for any."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     async def stop(self) -> None:
@@ -69,10 +77,19 @@ class NanoDriver(Driver):
         }
         if self._settings.max_num_seqs is not None:
             settings["max_num_seqs"] = self._settings.max_num_seqs
+        if self._settings.lora_max_loras:
+            from adapters import RANK
+            from nanovllm_voxcpm.models.voxcpm2.config import LoRAConfig
+
+            settings["lora_config"] = LoRAConfig(max_loras=self._settings.lora_max_loras, max_lora_rank=RANK)
         self._pool = VoxCPM.from_pretrained(model=self._model, devices=[0], **settings)
         await self._pool.wait_for_ready()
         self._sample_rate = (await self._pool.get_model_info())["sample_rate"]
+        settings.pop("lora_config", None)
         return {"version": __version__, **settings}
+
+    async def register(self, name: str, path: str) -> None:
+        await self._pool.register_lora(name, path)
 
     async def speak(self, job: Job) -> AsyncIterator[float]:
         latents = job.reference_latents
@@ -81,6 +98,7 @@ class NanoDriver(Driver):
             max_generate_length=job.patches,
             cfg_value=2.0,
             ref_audio_latents=None if latents is None else latents.tobytes(),
+            lora_name=job.lora,
         )
         async with contextlib.aclosing(stream):
             async for samples in stream:
@@ -118,7 +136,12 @@ class EngineDriver(Driver):
         stream = None
         try:
             stream = self._engine.submit(
-                Request(text=job.text, max_generate_length=job.patches, reference_latents=job.reference_latents)
+                Request(
+                    text=job.text,
+                    max_generate_length=job.patches,
+                    reference_latents=job.reference_latents,
+                    lora=job.lora,
+                )
             )
             async for chunk in stream:
                 yield len(chunk.samples) / self._engine.sample_rate
@@ -131,6 +154,13 @@ class EngineDriver(Driver):
         finally:
             if stream is not None:  # the client gave it up
                 stream.cancel()
+
+    async def register(self, name: str, path: str) -> None:
+        await asyncio.to_thread(self._engine.register_lora, name, path)
+
+    @property
+    def lora_loads(self) -> int:
+        return self._engine.snapshot()["lora_loads"]
 
     async def stop(self) -> None:
         await asyncio.to_thread(self._engine.stop)

@@ -37,11 +37,13 @@ class Job:
         text: letters and spaces, one token each for a byte tokenizer.
         patches: most patches to make; with a checkpoint that never stops, so many are made.
         reference_latents: float32 [frames, 64] of a voice to clone, or None.
+        lora: name of a registered adapter, or None.
     """
 
     text: str
     patches: int
     reference_latents: np.ndarray | None
+    lora: str | None = None
 
 
 def make_jobs(count: int, characters: Range, patches: Range, reference_s: float, seed: str) -> list[Job]:

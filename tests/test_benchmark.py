@@ -276,3 +276,21 @@ def test_the_table_shows_ratios_of_one_run():
     lines = table(rows("nano", 1.0) + rows("engine", 0.25), ["nano", "engine"]).splitlines()
     assert lines[-1].split() == ["x", "nano", *["0.25x"] * 6, "4.00x"]
     assert lines[-3].split()[:6] == ["8", "at", "once", "ref", "10", "nano"]
+
+
+@pytest.mark.slow
+def test_the_command_for_adapters(tmp_path):
+    """Two adapters that stay on the device and four that do not fit there; listeners who pick any."""
+    command = [sys.executable, "benchmark/lora.py", "models/small", "--engines=engine", "--streams=1,3"]
+    command += ["--registered=2,4", "--slots=3", "--fewest=3", "--patches=4", "--users=2", "--seconds=3"]
+    result = subprocess.run(
+        [*command, f"--out={tmp_path}"], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=280
+    )
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in (tmp_path / "lora.jsonl").read_text().splitlines()]
+    closed = [(row["streams_at_once"], row["registered"]) for row in rows if row["row"] == "closed"]
+    assert closed == [(streams, registered) for registered in (0, 2, 4) for streams in (1, 3)]
+    measured = [row for row in rows if row["row"] in ("closed", "users")]
+    assert all(row["failed"] == 0 and row["streams"] >= 1 for row in measured)
+    assert sum(row["loads"] for row in measured) >= 4
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()], "the adapters were left behind"
