@@ -72,7 +72,7 @@ DEFINITIONS = (
     Definition("counter", "prefill_graph_hits_total", "Prompts' steps run as a CUDA graph", "prefill_graph_hits"),
     Definition("counter", "prefill_graph_fallbacks_total", "Prompts' steps run without", "prefill_graph_fallbacks"),
     Definition("counter", "prefill_padding_tokens_total", "Tokens that filled graphs up", "prefill_padding_tokens"),
-    Definition("counter", "worker_restarts_total", "Times the engine worker ended and was to be started again"),
+    Definition("counter", "worker_restarts_total", "Times the engine worker served again after it had ended"),
     Definition("histogram", "ttfb_seconds", "Request to first audio, at the server", buckets=_TIMES_S),
     Definition("histogram", "queue_seconds", "Request to slot", buckets=_TIMES_S),
     Definition("histogram", "largest_gap_seconds", "Longest time between two chunks of a stream", buckets=_TIMES_S),
@@ -156,13 +156,13 @@ class Metrics:
                     self._metrics[definition.name, worker, value] = make(labels | own)
         self._seen: list[Counter[str]] = [Counter() for _ in range(workers)]
         """Of each worker, what the present process's last snapshot said of what is counted."""
+        self._ended = [False] * workers
         self._condition = threading.Condition()
         # These are guarded by _condition.
         self._increments: Counter[tuple[str, ...]] = Counter()
         self._values: dict[tuple[str, ...], float] = {}
         self._observations: deque[tuple[tuple[str, ...], float]] = deque(maxlen=_MAX_WAITING)
         self._stopped = False
-        self._last_set: dict[tuple[str, ...], float] = {}
         self._thread = threading.Thread(target=self._run, name="dq-metrics", daemon=True)
         self._thread.start()
 
@@ -184,7 +184,9 @@ class Metrics:
                     seen[definition.key] = value
             if not up:
                 seen.clear()
+            elif self._ended[worker]:
                 self._increments["worker_restarts_total", str(worker), ""] += 1
+            self._ended[worker] = not up
             self._condition.notify()
 
     def first_audio(self, worker: int, playback: Playback) -> None:
@@ -245,9 +247,7 @@ class Metrics:
 
     def _tell(self, increments: Counter, values: dict, observations: deque) -> None:
         for key, value in values.items():
-            if self._last_set.get(key) != value:
-                self._metrics[key].set(value)
-                self._last_set[key] = value
+            self._metrics[key].set(value)
         for key, value in increments.items():
             if value:
                 self._metrics[key].increment(value)

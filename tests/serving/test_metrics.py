@@ -107,6 +107,7 @@ def test_a_dead_worker_shows(registry):
     kept.stop()
     assert registry.shown["worker_up", "0", ""] == registry.shown["active_streams", "0", ""] == 0
     assert registry.shown["patches_total", "0", ""] == 10
+    assert registry.shown["worker_restarts_total", "0", ""] == 0, "not yet"
 
 
 def test_streams(registry):

@@ -18,11 +18,13 @@ from triton_server import ROOT, TritonServer
 GONE_S = 4.0  # the gauge is set once a second
 
 
-@pytest.fixture(scope="module")
-def waiting_room():
-    """A server that speaks to one at a time."""
-    with TritonServer(model=ROOT / "models" / "small", environment={"DQ_ENGINE_MAX_NUM_SEQS": "1"}) as server:
-        yield server
+@pytest.fixture
+def speaking(tight_server: TritonServer):
+    """The two streams that it speaks to now."""
+    with Talk(tight_server, LONG) as first, Talk(tight_server, LONG) as second:
+        first.next()
+        second.next()
+        yield [first, second]
 
 
 def _queued(server: TritonServer) -> float:
@@ -79,45 +81,41 @@ def test_a_dropped_http_stream(server):
     wait_until(lambda: active_streams(server) == 0, GONE_S, "it is gone")
 
 
-def test_a_dropped_http_request_that_waits(waiting_room):
+def test_a_dropped_http_request_that_waits(tight_server, speaking):
     """It gets a sign of life, once, in its format, and is let go while it waits; who waits over gRPC gets none."""
     formats = {"f32": {"audio": []}, "opus_base64": {"audio_bytes": ""}}
-    with Talk(waiting_room, LONG) as first:
-        first.next()
-        with Talk(waiting_room, LONG) as second:
-            for output_format, nothing in formats.items():
-                fields = LONG | {"output_format": output_format, "sample_rate": 24000}
-                begun = time.monotonic()
-                connection = _http_request(waiting_room, fields)
-                reply = b""
-                while not reply.endswith(b"\n\n\r\n"):
-                    reply += connection.recv(4096)
-                assert time.monotonic() - begun > 0.1
-                (event,) = re.findall(rb"^data: (.+)$", reply, re.MULTILINE)
-                expected = {"model_name": "voxcpm2", "model_version": "1", "sample_rate": 24000, **nothing}
-                assert json.loads(event) == expected
-                connection.settimeout(0.4)
-                with pytest.raises(TimeoutError):  # once
-                    connection.recv(1)
-                wait_until(lambda: _queued(waiting_room) == 2, 3, "it waits")
-                connection.close()
-                wait_until(lambda: _queued(waiting_room) == 1, GONE_S, "it is gone")
-            with pytest.raises(queue.Empty):
-                second.next(timeout=0)
-        first.next()
+    with Talk(tight_server, LONG) as waiting:
+        for output_format, nothing in formats.items():
+            fields = LONG | {"output_format": output_format, "sample_rate": 24000}
+            begun = time.monotonic()
+            connection = _http_request(tight_server, fields)
+            reply = b""
+            while not reply.endswith(b"\n\n\r\n"):
+                reply += connection.recv(4096)
+            assert time.monotonic() - begun > 0.1
+            (event,) = re.findall(rb"^data: (.+)$", reply, re.MULTILINE)
+            expected = {"model_name": "voxcpm2", "model_version": "1", "sample_rate": 24000, **nothing}
+            assert json.loads(event) == expected
+            connection.settimeout(0.4)
+            with pytest.raises(TimeoutError):  # once
+                connection.recv(1)
+            wait_until(lambda: _queued(tight_server) == 2, 3, "it waits")
+            connection.close()
+            wait_until(lambda: _queued(tight_server) == 1, GONE_S, "it is gone")
+        with pytest.raises(queue.Empty):
+            waiting.next(timeout=0)
 
 
-def test_a_sign_of_life_is_no_part_of_the_audio(waiting_room):
+def test_a_sign_of_life_is_no_part_of_the_audio(tight_server, speaking):
     fields = {"text": TEXT, "seed": 3, "output_format": "wav_base64", "max_generate_length": 4}
-    with httpx.Client(base_url=f"http://{waiting_room.http_url}", timeout=60) as client:
+    with httpx.Client(base_url=f"http://{tight_server.http_url}", timeout=60) as client:
+        with client.stream("POST", "/v2/models/voxcpm2/generate_stream", json=fields) as reply:
+            lines = reply.iter_lines()
+            events = [json.loads(next(line for line in lines if line)[6:])]
+            for talk in speaking:
+                talk.close()
+            events += [json.loads(line[6:]) for line in lines if line]
         alone = client.post("/v2/models/voxcpm2/generate_stream", json=fields)
-        with Talk(waiting_room, LONG) as first:
-            first.next()
-            with client.stream("POST", "/v2/models/voxcpm2/generate_stream", json=fields) as reply:
-                lines = reply.iter_lines()
-                events = [json.loads(next(line for line in lines if line)[6:])]
-                first.close()
-                events += [json.loads(line[6:]) for line in lines if line]
     assert events[0]["audio_bytes"] == ""
     expected = [json.loads(line[6:]) for line in alone.text.splitlines() if line]
     assert expected[0]["audio_bytes"] != ""
@@ -126,14 +124,14 @@ def test_a_sign_of_life_is_no_part_of_the_audio(waiting_room):
     np.testing.assert_allclose(*(np.frombuffer(a[44:], "<i2").astype(float) for a in audio), atol=4)
 
 
-def test_what_marks_grpc_is_no_input(waiting_room):
+def test_what_marks_grpc_is_no_input(server):
     """Neither a JSON field nor a gRPC parameter of its name does anything, and what Triton forwards is not refused."""
     fields = {"text": TEXT, "seed": 3, "stream": False, "max_generate_length": 1}
-    plain = samples(speak(waiting_room, fields))
-    with Talk(waiting_room, fields, parameters={"user-agent": "x"}) as talk:
+    plain = samples(speak(server, fields))
+    with Talk(server, fields, parameters={"user-agent": "x"}) as talk:
         np.testing.assert_allclose(samples(talk.rest()), plain, atol=1e-4)
     reply = httpx.post(
-        f"http://{waiting_room.http_url}/v2/models/voxcpm2/generate", json=fields | {"user-agent": "x"}, timeout=60
+        f"http://{server.http_url}/v2/models/voxcpm2/generate", json=fields | {"user-agent": "x"}, timeout=60
     )
     np.testing.assert_allclose(reply.json()["audio"], plain, atol=1e-4)
 

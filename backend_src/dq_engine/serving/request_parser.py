@@ -12,26 +12,10 @@ import numpy as np
 
 from dq_engine.errors import invalid
 from dq_engine.request import Request
+from dq_engine.serving.signature import DTYPES, INPUTS, LATENTS
 
-_SCALARS = {
-    "text": np.object_,
-    "control": np.object_,
-    "prompt_text": np.object_,
-    "prompt_audio": np.object_,
-    "reference_audio": np.object_,
-    "voice": np.object_,
-    "lora": np.object_,
-    "cfg_value": np.float32,
-    "temperature": np.float32,
-    "seed": np.int64,
-    "min_generate_length": np.int32,
-    "max_generate_length": np.int32,
-    "output_format": np.object_,
-    "sample_rate": np.int32,
-    "stream": np.bool_,
-    "return_latents": np.bool_,
-}
-_LATENTS = ("prompt_latents", "reference_latents")
+_SCALARS = {tensor.name: DTYPES[tensor.data_type] for tensor in INPUTS if tensor.dims != LATENTS}
+_LATENTS = [tensor.name for tensor in INPUTS if tensor.dims == LATENTS]
 _TRITON_TYPES = {np.object_: "BYTES", np.float32: "FP32", np.int64: "INT64", np.int32: "INT32", np.bool_: "BOOL"}
 _RAW = ("prompt_audio", "reference_audio")
 """BYTES fields that are no text."""

@@ -20,6 +20,7 @@ from dq_engine.serving.control_socket import ControlSocketError, socket_path
 from dq_engine.serving.messages import Audio, Failed, Finished, StreamMessage
 from dq_engine.serving.parent_watch import end_with_parent
 from dq_engine.serving.request_parser import ParsedRequest, parse_request
+from dq_engine.serving.signature import INPUTS, OUTPUTS, Tensor
 from dq_engine.serving.supervisor import RoutedStream, Supervisor, WorkerStartError
 
 GRPC_MARK = "user-agent"
@@ -30,14 +31,41 @@ KEEP_ALIVE_S = 0.15
 class TritonPythonModel:
     """One thin instance; the engines run in worker processes, one a device."""
 
+    @staticmethod
+    def auto_complete_config(config: "pb_utils.ModelConfig") -> "pb_utils.ModelConfig":
+        """What a config.pbtxt leaves out; called when the model is loaded.
+
+        Raises:
+            ValueError: what it says of a tensor, of batching or of responses is not so; names it.
+        """
+        config.set_max_batch_size(0)
+        config.set_model_transaction_policy({"decoupled": True})
+        given = config.as_dict()
+        for kind, tensors in ("input", INPUTS), ("output", OUTPUTS):
+            for name in {tensor["name"] for tensor in given[kind]} - {tensor.name for tensor in tensors}:
+                raise ValueError(f"config.pbtxt: the model has no {kind} {name}")
+        for tensor in INPUTS:
+            config.add_input(_properties(tensor) | {"optional": tensor.name != "text"})
+        for tensor in OUTPUTS:
+            config.add_output(_properties(tensor))
+        return config
+
     def initialize(self, args: dict[str, str]) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         model_config = json.loads(args["model_config"])
-        settings = {name: value["string_value"] for name, value in model_config["parameters"].items()}
+        if sum(group["count"] * max(1, len(group["gpus"])) for group in model_config["instance_group"]) > 1:
+            raise pb_utils.TritonModelException(
+                "config.pbtxt: instance_group must be one instance, [ { kind: KIND_CPU, count: 1 } ]; "
+                "its engine workers use the devices that the setting `devices` names"
+            )
+        settings = {name: value["string_value"] for name, value in model_config.get("parameters", {}).items()}
         if settings.get("model", "").startswith("."):
             settings["model"] = str((Path(args["model_repository"]) / settings["model"]).resolve())
         config = EngineConfig.from_parameters(settings)
-        self._name, self._was_served = args["model_name"], False
+        self._name = args["model_name"]
+        # The engine warms up by itself; who configures Triton's warm-up too gets it, before the model is served.
+        samples = model_config.get("model_warmup", [])
+        self._warm_ups = sum(max(1, sample["count"]) * max(1, sample["batch_size"]) for sample in samples)
         self._sample_rate: int | None = None
         workers = config.of_workers()
         self._metrics = Metrics(_metric_family, args["model_name"], args["model_version"], len(workers))
@@ -57,24 +85,36 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
 
     def execute(self, requests: list) -> None:
-        self._was_served = True
-        for request in requests:
-            stream = ResponseStream(request.get_response_sender(), self._metrics)
-            try:
-                inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-                parameters = json.loads(request.parameters())
-                over_http = parameters.pop(GRPC_MARK, None) is None
-                parsed = parse_request(inputs, parameters)
-                if over_http and parsed.stream:
-                    stream.keep_alive_rate = parsed.sample_rate or self._sample_rate
-                routed = stream.route(self._supervisor, parsed)
-            except RequestError as error:
-                stream.fail(error.code, error.message)
-            except Exception as error:
-                logging.getLogger(__name__).exception("taking a request failed")
-                stream.fail("INTERNAL", f"taking the request failed: {error}")
-            else:
-                self._watcher.watch(stream, routed.cancel)
+        """Take requests; Triton brings one at a time, as nothing is batched.
+
+        Raises:
+            TritonModelException: all were refused, each with an answer. Only so do Triton's statistics count failures.
+        """
+        self._warm_ups -= 1
+        taken = [self._take(request) for request in requests]
+        if not any(taken):
+            raise pb_utils.TritonModelException("the request was refused")
+
+    def _take(self, request) -> bool:
+        """Hand a request to a worker, or answer it with an error."""
+        stream = ResponseStream(request.get_response_sender(), self._metrics)
+        try:
+            inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+            parameters = json.loads(request.parameters())
+            over_http = parameters.pop(GRPC_MARK, None) is None
+            parsed = parse_request(inputs, parameters)
+            if over_http and parsed.stream:
+                stream.keep_alive_rate = parsed.sample_rate or self._sample_rate
+            routed = stream.route(self._supervisor, parsed)
+        except RequestError as error:
+            stream.fail(error.code, error.message)
+            return False
+        except Exception as error:
+            logging.getLogger(__name__).exception("taking a request failed")
+            stream.fail("INTERNAL", f"taking the request failed: {error}")
+            return False
+        self._watcher.watch(stream, routed.cancel)
+        return True
 
     def _heartbeat(self, worker: int, snapshot: dict | None) -> None:
         """Once a second, on the supervisor's thread."""
@@ -84,8 +124,8 @@ class TritonPythonModel:
         # Before it unloads a model or stops, Triton waits for running streams, and for ever for one that its client
         # cancelled just after its end. It calls nothing meanwhile, and may crash when its exit timeout is over (seen
         # with 2.51). So the streams and the worker are ended as soon as the model is on its way out.
-        # (Asked before the model is served, tritonserver may crash; a request is the first sign that it is.)
-        if snapshot is not None and self._was_served and not self._is_served():
+        # (Asked before the model is served, tritonserver may crash or hang; a request is the first sign that it is.)
+        if snapshot is not None and self._warm_ups < 0 and not self._is_served():
             self._supervisor.begin_stop()
 
     def _is_served(self) -> bool:
@@ -202,6 +242,10 @@ def _metric_family(definition: Definition) -> Callable:
     if definition.buckets:
         return lambda labels: family.Metric(labels=labels, buckets=list(definition.buckets))
     return lambda labels: family.Metric(labels=labels)
+
+
+def _properties(tensor: Tensor) -> dict:
+    return {"name": tensor.name, "data_type": tensor.data_type, "dims": list(tensor.dims)}
 
 
 def _string(name: str, text: str):

@@ -1,0 +1,52 @@
+"""A server of few slots, with a config.pbtxt of few lines."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from talk import LABELS, metrics, wait_until
+from triton_server import ROOT, TritonServer
+
+MINIMAL = """
+backend: "python"
+model_warmup [ {
+  name: "one patch"
+  batch_size: 1
+  inputs { key: "text" value: { data_type: TYPE_STRING dims: [ 1 ] input_data_file: "text" } }
+  inputs { key: "max_generate_length" value: { data_type: TYPE_INT32 dims: [ 1 ] input_data_file: "length" } }
+} ]
+"""
+WARM_UP_FILES = {"text": len(b"hello").to_bytes(4, "little") + b"hello", "length": (1).to_bytes(4, "little")}
+
+
+def write_repository(folder: Path, configuration: str | None) -> Path:
+    """A model repository with voxcpm2 alone; without a config.pbtxt if `configuration` is None."""
+    model = folder / "voxcpm2"
+    (model / "warmup").mkdir(parents=True)
+    (model / "1").symlink_to(ROOT / "model_repository" / "voxcpm2" / "1")
+    for name, data in WARM_UP_FILES.items():
+        (model / "warmup" / name).write_bytes(data)
+    if configuration is not None:
+        (model / "config.pbtxt").write_text(configuration)
+    return folder
+
+
+@pytest.fixture
+def tight_server(shared_tight_server: TritonServer) -> TritonServer:
+    """It speaks to two at a time, and two may wait; what its config.pbtxt leaves out is completed by the model.
+
+    Nobody uses it when a test begins.
+    """
+    busy = [f"voxcpm2_{state}_streams{LABELS}" for state in ("active", "queued")]
+    wait_until(lambda: not any(metrics(shared_tight_server)[name] for name in busy), 60, "nobody speaks")
+    return shared_tight_server
+
+
+@pytest.fixture(scope="session")
+def shared_tight_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    repository = write_repository(tmp_path_factory.mktemp("tight") / "models", MINIMAL)
+    settings = {"DQ_ENGINE_MAX_NUM_SEQS": "2", "DQ_ENGINE_QUEUE_SIZE": "2", "DQ_ENGINE_THREADS": "1"}
+    with TritonServer(
+        model=ROOT / "models" / "small", model_repository=repository, environment=settings, model_control=True
+    ) as server:
+        yield server
