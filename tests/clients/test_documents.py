@@ -30,9 +30,10 @@ def clone(tmp_path) -> Path:
     for name in ("models", "client_examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
+    for name in ("python", "voxcpm-generate"):
+        program = tmp_path / ".venv" / "bin" / name
+        program.write_text(f'#!/bin/sh\nexec {Path(sys.executable).with_name(name)} "$@"\n')
+        program.chmod(0o755)
     return tmp_path
 
 
@@ -59,6 +60,18 @@ def test_the_pool_example(clone):
     assert rate == 48000
     assert 1.5 <= len(samples) / rate <= 5
     assert abs(samples).max() > 0.05
+
+
+def test_the_manifest_and_its_command(clone):
+    (manifest,) = blocks("csv")
+    (clone / "sentences.csv").write_text(manifest)
+    (command,) = (block for block in blocks("sh") if "voxcpm-generate" in block)
+    result = run(command, clone)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("2 spoken, 0 done before, 0 failed; ")
+    assert sorted(os.listdir(clone / "spoken")) == ["results.csv", "results.jsonl", "s1.wav", "s2.wav"]
+    samples, rate = read_wav(clone / "spoken" / "s1.wav")
+    assert 1.5 <= len(samples) / rate <= 5
 
 
 def test_the_commands_of_the_client_examples(server, clone):

@@ -1,0 +1,145 @@
+"""The manifest of `voxcpm-generate`: JSON lines, CSV or TSV to items, each of them checked by itself."""
+
+import csv
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+MAX_ID_BYTES = 200
+_ID = re.compile(r"\w[\w.-]*")
+
+
+class Row(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """One text to speak. The fields are those of `dq_engine.request.Request`, but for
+
+    Args:
+        id: names the wav file: letters, digits, `_`, `-` and `.`, the first no `-` or `.`; MAX_ID_BYTES at most.
+        reference, prompt: audio files, relative to the manifest's folder.
+    """
+
+    id: str
+    text: str
+    control: str | None = None
+    reference: str | None = None
+    prompt: str | None = None
+    prompt_text: str | None = None
+    voice: str | None = None
+    lora: str | None = None
+    cfg_value: float = 2.0
+    temperature: float = 1.0
+    seed: int | None = None
+    min_generate_length: int | None = None
+    max_generate_length: int | None = None
+
+
+@dataclass(frozen=True)
+class Item:
+    """A line of the manifest: a row, or what is wrong with it.
+
+    Args:
+        line: its number, from 1.
+        id: as given, where that could be read; for messages only, if there is an error.
+    """
+
+    line: int
+    id: str
+    row: Row | None = None
+    error: str | None = None
+
+
+class ManifestError(Exception):
+    """The manifest as a whole cannot be read; says why."""
+
+
+def read_manifest(path: Path, ignored: frozenset[str] = frozenset()) -> list[Item]:
+    """All items of a manifest, in its order.
+
+    Args:
+        path: a file that ends in .jsonl, .csv or .tsv; the latter two have a line with the columns' names. UTF-8.
+        ignored: columns that are none of `Row`'s, and may be there all the same.
+
+    Raises:
+        ManifestError: it cannot be read.
+    """
+    readers = {".jsonl": _json_lines, ".csv": lambda file: _table(file, ","), ".tsv": lambda file: _table(file, "\t")}
+    if (reader := readers.get(path.suffix.lower())) is None:
+        raise ManifestError(f"{path} must end in .jsonl, .csv or .tsv")
+    items: list[Item] = []
+    seen: dict[str, int] = {}
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            for line, fields, is_text in reader(file):
+                item = _item(line, fields, is_text, ignored)
+                if item.row is not None and seen.setdefault(item.id, line) != line:
+                    item = Item(line, item.id, error=f"id: line {seen[item.id]} has it already")
+                items.append(item)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ManifestError(f"{path} cannot be read: {error}") from None
+    return items
+
+
+Fields = dict | str
+"""A line's fields by name; or what is wrong with it."""
+
+
+def _json_lines(file) -> Iterator[tuple[int, Fields, bool]]:
+    for line, text in enumerate(file, 1):
+        if not text.strip():
+            continue
+        try:
+            fields = json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as error:
+            yield line, f"is no JSON: {error}", False
+        else:
+            yield line, fields if isinstance(fields, dict) else "is no JSON object", False
+
+
+def _table(file, delimiter: str) -> Iterator[tuple[int, Fields, bool]]:
+    rows = csv.DictReader(file, delimiter=delimiter, strict=True)
+    for fields in rows:
+        yield rows.line_num, fields if None not in fields else "has more cells than there are columns", True
+
+
+def _item(line: int, fields: Fields, is_text: bool, ignored: frozenset[str]) -> Item:
+    """
+    Args:
+        is_text: numbers are given as text, and an empty cell is nothing.
+    """
+    if isinstance(fields, str):
+        return Item(line, "", error=fields)
+    absent = (None, "") if is_text else (None,)
+    given = {k: v for k, v in fields.items() if k not in ignored and (v not in absent or k in ("id", "text"))}
+    id = given.get("id")
+    if isinstance(id, int):
+        given["id"] = id = str(id)
+    shown = id if isinstance(id, str) else ""
+    try:
+        row = msgspec.convert(given, Row, strict=not is_text)
+    except msgspec.ValidationError as error:
+        return Item(line, shown, error=str(error))
+    if not _ID.fullmatch(row.id) or len(row.id.encode()) > MAX_ID_BYTES:
+        rule = f"must be 1 to {MAX_ID_BYTES} bytes of letters, digits, _ - and . and begin with none of the last two"
+        return Item(line, shown, error=f"id: {rule}")
+    return Item(line, shown, row)
+
+
+def fingerprint(row: Row, folder: Path, settings: dict) -> str:
+    """What an item's audio is made from, so that a change of it is noticed when a run goes on.
+
+    Args:
+        settings: of the engine, those that the audio depends on.
+    """
+    recordings = []
+    for name in (row.reference, row.prompt):
+        if name is not None:
+            try:
+                status = (folder / name).stat()
+                recordings.append([status.st_size, status.st_mtime_ns])
+            except (OSError, ValueError):
+                recordings.append(None)
+    return hashlib.sha256(msgspec.json.encode([row, recordings, settings])).hexdigest()[:32]

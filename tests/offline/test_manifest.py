@@ -1,0 +1,93 @@
+"""Manifests: what is read, and what is wrong with each line by itself."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dq_engine.offline.manifest import Item, ManifestError, Row, fingerprint, read_manifest
+
+
+def items(folder: Path, name: str, content: str | bytes, ignored: tuple[str, ...] = ()) -> list[Item]:
+    path = folder / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return read_manifest(path, frozenset(ignored))
+
+
+def test_json_lines(tmp_path):
+    text = '{"id": "a", "text": "one", "seed": 3, "cfg_value": 1, "lora": null}\n\n{"id": 7, "text": "two"}\n'
+    first, second = items(tmp_path, "m.jsonl", text)
+    assert first == Item(1, "a", Row(id="a", text="one", seed=3, cfg_value=1.0))
+    assert second == Item(3, "7", Row(id="7", text="two"))
+
+
+@pytest.mark.parametrize(("name", "comma"), [("m.csv", ","), ("m.TSV", "\t")])
+def test_tables(tmp_path, name, comma):
+    lines = ["id,text,reference,seed,cfg_value,max_generate_length", 'ü-1.x,"a ""b""",r.wav,3,1.5,', "b,c,,,,20"]
+    first, second = items(tmp_path, name, ("\ufeff" + "\r\n".join(lines)).replace(",", comma))
+    assert first == Item(2, "ü-1.x", Row(id="ü-1.x", text='a "b"', reference="r.wav", seed=3, cfg_value=1.5))
+    assert second == Item(3, "b", Row(id="b", text="c", max_generate_length=20))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("m.jsonl", '{"id": "a"}', "Object missing required field `text`"),
+        ("m.jsonl", '{"id": "a", "text": "b", "speed": 2}', "Object contains unknown field `speed`"),
+        ("m.jsonl", '{"id": "a", "text": 5}', "Expected `str`, got `int` - at `$.text`"),
+        ("m.jsonl", '{"id": "a", "text": "b", "seed": 1.5}', "Expected `int | null`, got `float` - at `$.seed`"),
+        ("m.jsonl", "{", "is no JSON: "),
+        ("m.jsonl", "[1]", "is no JSON object"),
+        ("m.jsonl", '"text"', "is no JSON object"),
+        ("m.jsonl", "[" * 100_000, "is no JSON: "),
+        ("m.csv", "id,text\na,b,c", "has more cells than there are columns"),
+        ("m.csv", "id,text,seed\na,b,x", "Expected `int | null`, got `str` - at `$.seed`"),
+    ],
+)
+def test_what_is_wrong_with_a_line(tmp_path, name, content, error):
+    *_, item = items(tmp_path, name, content)
+    assert item.row is None and item.error.startswith(error)
+
+
+IDS = ["", ".", "..", "../a", "a/b", "a\\b", "/etc/passwd", ".a", "-a", "a\0b", "a b", "a\n", "x" * 201, "ü" * 101]
+
+
+@pytest.mark.parametrize("id", IDS)
+def test_ids_that_are_no_file_names(tmp_path, id):
+    (item,) = items(tmp_path, "m.jsonl", json.dumps({"id": id, "text": "t"}))
+    assert item.row is None and item.error.startswith("id: must be 1 to 200 bytes of letters, digits")
+
+
+def test_an_id_belongs_to_its_first_line_and_ignored_fields_may_be_anything(tmp_path):
+    text = '{"id": "a", "text": "one", "speaker": [1]}\n{"id": "a", "text": "two"}'
+    first, second = items(tmp_path, "m.jsonl", text, ignored=("speaker",))
+    assert first.row == Row(id="a", text="one")
+    assert second == Item(2, "a", error="id: line 1 has it already")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("m.json", "", "must end in .jsonl, .csv or .tsv"),
+        ("m.jsonl", b"\xff\xfe", "cannot be read: "),
+        ("m.csv", 'id,text\na,"b', "cannot be read: "),
+    ],
+)
+def test_manifests_that_cannot_be_read(tmp_path, name, content, message):
+    with pytest.raises(ManifestError, match=message):
+        items(tmp_path, name, content)
+    with pytest.raises(ManifestError, match="No such file"):
+        read_manifest(tmp_path / "nothing.csv")
+
+
+def test_a_fingerprint_tells_text_settings_and_recordings_apart(tmp_path):
+    row = Row(id="a", text="one", reference="r.wav")
+    prints = [fingerprint(row, tmp_path, {"model": "m"})]
+    (tmp_path / "r.wav").write_bytes(b"1")
+    prints.append(fingerprint(row, tmp_path, {"model": "m"}))
+    assert fingerprint(row, tmp_path, {"model": "m"}) == prints[-1]
+    (tmp_path / "r.wav").write_bytes(b"12")
+    prints.append(fingerprint(row, tmp_path, {"model": "m"}))
+    prints.append(fingerprint(row, tmp_path, {"model": "n"}))
+    prints.append(fingerprint(Row(id="a", text="two", reference="r.wav"), tmp_path, {"model": "m"}))
+    assert len(set(prints)) == len(prints)
