@@ -13,7 +13,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def server():
+def server(tmp_path_factory):
     """A real tritonserver with the small model, shared by all tests that do not stop or overload it."""
-    with TritonServer(model=ROOT / "models" / "small") as server:
+    environment = {"DQ_ENGINE_VOICES_DIR": str(tmp_path_factory.mktemp("voices"))}
+    with TritonServer(model=ROOT / "models" / "small", environment=environment) as server:
         yield server

@@ -20,7 +20,6 @@ from dq_engine.audio.output import FORMATS
 from dq_engine.errors import RequestError
 
 CONTRACT = (ROOT / "docs/contract.md").read_text()
-CONFIGURATION = (ROOT / "model_repository/voxcpm2/config.pbtxt").read_text()
 SOURCE = "".join(path.read_text() for path in (ROOT / "backend_src/dq_engine").rglob("*.py"))
 TONE = 0.5 * np.sin(2 * np.pi * 440 * np.arange(48_000) / 48_000)
 
@@ -33,6 +32,9 @@ def rows(text: str) -> list[list[str]]:
     """The cells of all tables' rows, without their heads."""
     lines = [line for line in re.sub(r"^\|.*\n\|(?:-+\|)+\n", "", text, flags=re.M).splitlines() if line[:1] == "|"]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+ENCODE = section("voxcpm2_encode")
 
 
 def blocks(language: str) -> list[str]:
@@ -79,6 +81,14 @@ def test_the_example_of_a_continuation(server, tmp_path):
     assert run(server, [sys.executable, "-c", code], tmp_path) == ""
     assert 1.5 <= seconds(tmp_path / "one.flac") <= 5
     assert 0.6 <= seconds(tmp_path / "two.flac") <= 15
+
+
+def test_the_example_of_a_recording_that_is_encoded_once(server, tmp_path):
+    (code,) = (block for block in blocks("python") if "voxcpm2_encode" in block)
+    (tmp_path / "voice.mp3").write_bytes(recording(format="MP3"))
+    assert run(server, [sys.executable, "-c", code], tmp_path) == ""
+    for number in range(2):
+        assert 0.6 <= seconds(tmp_path / f"{number}.flac") <= 15
 
 
 def test_the_curl_example(server, tmp_path):
@@ -152,19 +162,41 @@ def test_answers_to_wrong_recordings():
 
 def test_answers_about_the_servers_state_are_in_the_source():
     answers = [row[0] for row in ERRORS if re.match(r"`(UNAVAILABLE|INTERNAL): ", row[0])]
-    assert len(answers) == 5
+    assert len(answers) == 6
     for answer in answers:
         words = answer.strip("`").partition(": ")[2]
         assert all(part in SOURCE for part in re.split(r"\b\d+\b", words)), answer
 
 
-@pytest.mark.parametrize(("kind", "title"), [("input", "Inputs"), ("output", "Outputs")])
-def test_the_tables_are_those_of_the_model_configuration(kind, title):
-    listed = re.search(rf"^{kind} \[\n(.*?)^\]", CONFIGURATION, re.MULTILINE | re.DOTALL)[1]
+ENCODE_ERRORS = [(json.loads(row[0].strip("`")), row[1].strip("`")) for row in rows(ENCODE) if row[0].startswith("`{")]
+
+
+@pytest.mark.parametrize(("fields", "answer"), ENCODE_ERRORS, ids=lambda value: str(value)[:40])
+def test_answers_to_what_cannot_be_encoded(server, fields, answer):
+    response = httpx.post(f"http://{server.http_url}/v2/models/voxcpm2_encode/generate", json=fields, timeout=60)
+    assert (response.status_code, response.json()) == (400, {"error": answer})
+
+
+ENCODE_INPUTS, ENCODE_OUTPUTS = re.findall(r"^\| (?:in|out)put \|.*\n(?:\|.*\n)+", ENCODE, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "table"),
+    [
+        ("voxcpm2", "input", section("Inputs")),
+        ("voxcpm2", "output", section("Outputs")),
+        ("voxcpm2_encode", "input", ENCODE_INPUTS),
+        ("voxcpm2_encode", "output", ENCODE_OUTPUTS),
+    ],
+    ids=["inputs", "outputs", "encode-inputs", "encode-outputs"],
+)
+def test_the_tables_are_those_of_the_model_configuration(model, kind, table):
+    configuration = (ROOT / "model_repository" / model / "config.pbtxt").read_text()
+    listed = re.search(rf"^{kind} \[\n(.*?)^\]", configuration, re.MULTILINE | re.DOTALL)[1]
     types = {"TYPE_STRING": {"STRING", "BYTES"}}
     expected = re.findall(r'name: "(\w+)", data_type: (\w+), dims: \[ (.*?) \]', listed)
     described = []
-    for names, type_and_shape, *_ in rows(section(title)):
+    for names, type_and_shape, *_ in rows(table):
         type, _, shape = type_and_shape.partition(" ")
         described += [(name, type, shape.strip("[]") or "1") for name in re.findall(r"`(\w+)`", names)]
     assert sorted(name for name, _, _ in described) == sorted(name for name, _, _ in expected)
@@ -184,4 +216,4 @@ def test_every_format_and_its_rates():
 def test_links_lead_somewhere():
     links = re.findall(r"\]\(([^)]+)\)", CONTRACT)
     assert links
-    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
+    assert [link for link in links if not (ROOT / "docs" / link.partition("#")[0]).exists()] == []

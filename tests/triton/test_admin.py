@@ -26,6 +26,7 @@ from triton_server import ROOT, TritonServer
 from tritonclient.utils import InferenceServerException
 
 SMALL = ROOT / "models" / "small"
+PAGE = (ROOT / "docs" / "administration.md").read_text()
 TOKEN = "a secret, ümlauts too"
 MEDIUM = {"text": TEXT, "min_generate_length": 25, "max_generate_length": 25}
 
@@ -59,8 +60,11 @@ def server(tmp_path_factory, folder):
         "DQ_ENGINE_LORA_MAX_LORAS": "2",
         "DQ_ENGINE_LORA_DIR": str(folder),
     }
-    fence = "--http-restricted-api=model-repository,logging,trace,shared-memory:operator=for-operators-only"
-    with TritonServer(model=SMALL, environment=environment, arguments=(fence,)) as server:
+    options = re.findall(r"--(?:http|grpc)-restricted-\S+(?==\S+=SECRET)", PAGE)
+    assert len(options) == 2
+    what = "model-repository,logging,trace,shared-memory:operator=SECRET"
+    arguments = tuple(f"{option}={what}" for option in options)
+    with TritonServer(model=SMALL, environment=environment, arguments=arguments) as server:
         yield server
 
 
@@ -324,14 +328,18 @@ def test_voxcpm2_refuses_these_operations(server):
     assert "operation" in stream_error(server, {"text": TEXT, "operation": "drain"})
 
 
-def test_tritons_own_administration_is_fenced(server):
-    """The fence that README.md advises, for Triton's own ways to load models and to change logs."""
+def test_tritons_own_administration_is_fenced(server, client):
+    """The fence that docs/administration.md advises, for Triton's own ways to load models and to change logs."""
     url = f"http://{server.http_url}/v2/repository/index"
     with pytest.raises(urllib.error.HTTPError) as error:
         urllib.request.urlopen(urllib.request.Request(url, b"{}"), timeout=10)
     assert error.value.code == 403
-    with urllib.request.urlopen(urllib.request.Request(url, b"{}", {"operator": "for-operators-only"}), timeout=10):
+    with urllib.request.urlopen(urllib.request.Request(url, b"{}", {"operator": "SECRET"}), timeout=10):
         pass
+    with pytest.raises(InferenceServerException, match="restricted"):
+        client.get_model_repository_index()
+    names = {"triton-grpc-protocol-operator": "SECRET"}
+    assert client.get_model_repository_index(headers=names).models
 
 
 def cli(server, *words, token=TOKEN, status=0) -> dict | str:
