@@ -7,6 +7,7 @@ with DqCoreEngine(EngineConfig(model="models/small")) as engine:
 
 import dataclasses
 import itertools
+import logging
 import queue
 import secrets
 import threading
@@ -32,6 +33,8 @@ from dq_engine.stream import Stream
 from dq_engine.voices import VoiceStore
 
 __all__ = ["Chunk", "DqCoreEngine", "EngineConfig", "Request", "RequestError", "Stream"]
+
+logger = logging.getLogger(__name__)
 
 _NOTHING = np.zeros(0, np.float32)
 
@@ -265,6 +268,8 @@ class DqCoreEngine:
             "stalled": self._loop.turn_seconds > self._limits.step_timeout_s,
             "audio_seconds": self._patch_seconds * self._loop.counters["patches"],
             "vae_seconds": self._delivery.vae_seconds,
+            "recordings_waiting": self._encode.waiting,
+            "recordings": self._encode.encoded,
             **self._loop.counters,
             **self._runner.counters,
             **(NO_ADAPTERS if self._adapters is None else self._adapters.snapshot()),
@@ -303,6 +308,10 @@ class DqCoreEngine:
             sequence = self._prompts.build(dataclasses.replace(request, **changes), stream, seed, lease)
         except RequestError as error:
             self._refuse(stream, error)
+            return
+        except Exception as error:
+            logger.exception("a request could not be built")
+            self._refuse(stream, RequestError("INTERNAL", f"the request could not be built: {error}"))
             return
         if (closed := self._loop.add(sequence)) is not None:
             self._refuse(stream, closed)

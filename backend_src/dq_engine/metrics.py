@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "voxcpm2_"
 NO_WORKER = "none"
 """The label `worker` of requests that reached none."""
-ERROR_CODES = tuple(code for code in get_args(ErrorCode) if code != "CANCELLED")
+ERROR_CODES = tuple(code for code in get_args(ErrorCode) if code not in ("CANCELLED", "ALREADY_EXISTS"))
 FINISH_REASONS = ("stop", "length")
 # Of times that have not been observed yet; when the server falls behind by more, the oldest are not observed.
 _MAX_WAITING = 100_000
@@ -50,6 +50,7 @@ DEFINITIONS = (
     Definition("gauge", "active_streams", "Streams that are being spoken", "active"),
     Definition("gauge", "queued_streams", "Requests that wait: for a slot, or for their recordings", "queued"),
     Definition("gauge", "preempted_streams", "Queued streams that had begun and lost their KV blocks", "preempted"),
+    Definition("gauge", "recordings_waiting", "Recordings that wait to be encoded", "recordings_waiting"),
     Definition("gauge", "slots", "Most streams at once", "slots"),
     Definition("gauge", "kv_blocks", "KV blocks that there are", "kv_blocks_total"),
     Definition("gauge", "kv_blocks_free", "KV blocks that no stream holds, cached ones too", "kv_blocks_free"),
@@ -67,6 +68,7 @@ DEFINITIONS = (
     Definition("counter", "step_seconds_total", "Time of steps (on a CPU with the decoding)", "step_seconds"),
     Definition("counter", "prefill_seconds_total", "Time of the steps that took in a prompt", "prefill_seconds"),
     Definition("counter", "vae_seconds_total", "Time of decoding latents to audio", "vae_seconds"),
+    Definition("counter", "recordings_total", "Recordings encoded", "recordings"),
     Definition("counter", "decode_graph_hits_total", "Batches of patches run as a CUDA graph", "decode_graph_hits"),
     Definition("counter", "decode_graph_fallbacks_total", "Batches of patches run without", "decode_graph_fallbacks"),
     Definition("counter", "prefill_graph_hits_total", "Prompts' steps run as a CUDA graph", "prefill_graph_hits"),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from reference.checkpoints import SHAPES
 
+from dq_engine.audio.encode_stage import Recording
 from dq_engine.engine import DqCoreEngine, EngineConfig, Request
 
 
@@ -60,7 +61,7 @@ def test_recordings_of_many_callers_share_batches(engine, reference_wav, monkeyp
         return encode(encoder, waves, pad_left)
 
     monkeypatch.setattr(encoder, "encode", observed)
-    data, results = reference_wav.read_bytes(), []
+    data, results, before = reference_wav.read_bytes(), [], engine.snapshot()["recordings"]
     threads = [
         threading.Thread(target=lambda: results.append(engine.encode(data, "reference")[0].tobytes())) for _ in range(9)
     ]
@@ -75,6 +76,23 @@ def test_recordings_of_many_callers_share_batches(engine, reference_wav, monkeyp
         thread.join(20)
     assert batches == [1, 8]
     assert len(results) == 9
+    while engine.snapshot()["recordings_waiting"]:
+        assert engine._encode._thread.is_alive()
+    assert engine.snapshot()["recordings"] - before == 9
+
+
+def test_trouble_of_one_request_leaves_the_stage_alive(engine, reference_wav, monkeypatch):
+    def broken(*arguments):
+        raise MemoryError("no room")
+
+    data = reference_wav.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._prompts, "build", broken)
+        with pytest.raises(Exception, match="^INTERNAL: the request could not be built: no room$"):
+            list(engine.submit(Request(text="hello", reference_audio=data)))
+        engine._encode.submit([Recording(data, "audio", False)], broken)
+    assert engine.encode(data, "reference")[1] > 0
+    assert engine.snapshot()["queued"] == 0
 
 
 def test_who_waits_when_the_engine_stops_is_told(checkpoint, reference_wav, monkeypatch):

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 from triton_server import TritonServer
 
-_MARKS = {"server": "bin/tritonserver", "stub": "backend_stub", "worker": "serving.worker"}
+_MARKS = {"server": "bin/tritonserver", "stub": "/voxcpm2/1/model.py", "worker": "serving.worker"}
 
 
 @dataclass(frozen=True)

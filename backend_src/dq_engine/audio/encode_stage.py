@@ -58,6 +58,13 @@ class _Job:
         """Bytes of its files."""
         return sum(len(recording.data) for recording in self.recordings)
 
+    def tell(self, result: list[Encoded] | RequestError) -> None:
+        """Hand the caller its result; what goes wrong there must not end the thread that serves the others."""
+        try:
+            self.done(result)
+        except Exception:
+            logger.exception("encoded recordings were not taken")
+
 
 class EncodeStage:
     """A thread that turns recordings into latents, those of several callers at a time.
@@ -69,8 +76,12 @@ class EncodeStage:
     def __init__(self, encoder: VaeEncoder) -> None:
         self.encoder = encoder
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self.encoded = 0
+        """Recordings encoded so far."""
         self._lock = threading.Lock()
-        # Both are guarded by _lock.
+        # These are guarded by _lock.
+        self.waiting = 0
+        """Recordings that wait, or are being encoded."""
         self._waiting_bytes = 0
         self._stopped: RequestError | None = None
         self._thread = threading.Thread(target=self._run, name="dq-encode", daemon=True)
@@ -93,6 +104,7 @@ class EncodeStage:
                 limit = MAX_WAITING_BYTES >> 20
                 raise RequestError("UNAVAILABLE", f"recordings of {limit} MiB wait to be encoded; try again later")
             self._waiting_bytes += job.size
+            self.waiting += len(recordings)
             self._jobs.put(job)
 
     def stop(self, reason: RequestError) -> None:
@@ -115,8 +127,10 @@ class EncodeStage:
             with self._lock:
                 self._waiting_bytes -= sum(job.size for job in batch)
             self._encode([job for job in batch if self._decode(job)])
+            with self._lock:
+                self.waiting -= sum(len(job.recordings) for job in batch)
         while job is not None:
-            job.done(self._stopped)
+            job.tell(self._stopped)
             job = self._jobs.get()
 
     def _decode(self, job: _Job) -> bool:
@@ -124,10 +138,10 @@ class EncodeStage:
         try:
             job.waves = [decode_audio(r.data, r.field, self.encoder.sample_rate) for r in job.recordings]
         except RequestError as error:
-            job.done(error)
+            job.tell(error)
         except Exception:
             logger.exception("decoding a recording failed")
-            job.done(RequestError("INTERNAL", "decoding the recording failed"))
+            job.tell(RequestError("INTERNAL", "decoding the recording failed"))
         else:
             return True
         return False
@@ -147,8 +161,9 @@ class EncodeStage:
         except Exception:
             logger.exception("encoding recordings failed")
             for job in jobs:
-                job.done(RequestError("INTERNAL", "encoding the recording failed"))
+                job.tell(RequestError("INTERNAL", "encoding the recording failed"))
             return
+        self.encoded += len(latents)
         rate, of_all = self.encoder.sample_rate, iter(latents)
         for job in jobs:
-            job.done([Encoded(next(of_all), len(wave) / rate) for wave in job.waves])
+            job.tell([Encoded(next(of_all), len(wave) / rate) for wave in job.waves])
