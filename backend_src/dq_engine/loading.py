@@ -91,7 +91,7 @@ def load(config: EngineConfig, path: Path, progress: Callable[[str, float], None
     step_seconds, prefill_seconds = {}, []
     if on_gpu and not config.enforce_eager:
         with torch.inference_mode():
-            buckets = parse_buckets(config.prefill_buckets, config.max_num_batched_tokens)
+            buckets = parse_buckets(config.prefill_buckets, config.max_num_batched_tokens, max_num_seqs)
             buckets = buckets if config.prefill_graph else []
             decode, prefill_seconds = runner.capture(buckets, config.prefill_graph_lora, progress)
             vocode = vae.capture(runner.condition[:1], max_num_seqs, progress)

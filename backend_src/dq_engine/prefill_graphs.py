@@ -14,18 +14,18 @@ Bucket = tuple[int, int]
 
 # Finer than those of the setting's usual value: eight short prompts should not pay for 2,176 tokens.
 _OWN_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 6144)
-_SHORTEST_PROMPT, _MOST_PROMPTS = 8, 128
+_SHORTEST_PROMPT = 8
 
 
-def parse_buckets(setting: str, most_tokens: int) -> list[Bucket]:
-    """Buckets from `requests:tokens,requests:tokens`; from an empty text finer ones of our own, up to `most_tokens`.
+def parse_buckets(setting: str, most_tokens: int, most_prompts: int) -> list[Bucket]:
+    """Buckets from `requests:tokens,requests:tokens`; from an empty text finer ones of our own, up to the most.
 
     Raises:
         ValueError: it is no such list.
     """
     if not setting:
         sizes = [*(tokens for tokens in _OWN_TOKENS if tokens < most_tokens), most_tokens]
-        return [(min(max(1, tokens // _SHORTEST_PROMPT), _MOST_PROMPTS), tokens) for tokens in sizes]
+        return [(min(max(1, tokens // _SHORTEST_PROMPT), most_prompts), tokens) for tokens in sizes]
     buckets = []
     for part in setting.split(","):
         prompts, _, tokens = part.strip().partition(":")

@@ -101,10 +101,10 @@ class Sequence:
 
     @property
     def vae_context(self) -> np.ndarray | None:
-        """float32 [frames, feat_dim], what the decoder is to have seen before the first patch of a continuation."""
+        """float32 [patches, patch_size, feat_dim], what the decoder has to have seen before a continuation begins."""
         if self.last_patch is None:
             return None
-        return self.patches[-CONTEXT_PATCHES:].reshape(-1, self.patches.shape[-1])
+        return self.patches[-CONTEXT_PATCHES:]
 
     def rewind(self, block_size: int, vae_state: torch.Tensor) -> None:
         """Prepare to be taken in again after a preemption: what was generated becomes part of the tokens.

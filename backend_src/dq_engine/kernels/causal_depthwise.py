@@ -47,27 +47,27 @@ if triton is not None:
 
     @triton.jit
     def _kernel(
-        x, slots, state, slot_stride, weight, bias, alpha, inverse, out, frames, channels, TAPS: tl.constexpr,
-        DILATION: tl.constexpr, SNAKE: tl.constexpr, FRAMES: tl.constexpr, CHANNELS: tl.constexpr,
+        x, slots, state, slot_stride, weight, bias, alpha, inverse, out, frames, channels, dilation, snake,
+        TAPS: tl.constexpr, FRAMES: tl.constexpr, CHANNELS: tl.constexpr,
     ):  # fmt: skip
         stream = tl.program_id(0).to(tl.int64)
         first = tl.program_id(1) * FRAMES
         frame = first + tl.arange(0, FRAMES)[:, None]
         channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-        past = (TAPS - 1) * DILATION
+        past = (TAPS - 1) * dilation
         here = channel < channels
         inside = here & (frame < frames)
         x += stream * frames * channels + channel
         state += tl.load(slots + stream) * slot_stride + channel
         value = tl.zeros((FRAMES, CHANNELS), tl.float32) + tl.load(bias + channel, here, other=0.0).to(tl.float32)
         for tap in tl.static_range(TAPS):
-            source = frame - (TAPS - 1 - tap) * DILATION
+            source = frame - (TAPS - 1 - tap) * dilation
             taken = tl.load(x + source * channels, inside & (source >= 0), other=0.0).to(tl.float32)
             if first < past:
                 old = tl.load(state + (past + source) * channels, inside & (source < 0), other=0.0)
                 taken += old.to(tl.float32)
             value += taken * tl.load(weight + tap * channels + channel, here, other=0.0).to(tl.float32)
-        if SNAKE:
+        if snake:
             wave = tl.sin(tl.load(alpha + channel, here, other=0.0) * value)
             value += tl.load(inverse + channel, here, other=0.0) * wave * wave
         tl.store(out + (stream * frames + frame) * channels + channel, value.to(out.dtype.element_ty), inside)
@@ -89,9 +89,10 @@ def causal_depthwise(
     out = torch.empty_like(x)
     width = min(64, triton.next_power_of_2(channels))
     height = min(max(1, 2048 // width), triton.next_power_of_2(frames))
-    alpha, inverse = (bias, bias) if activation is None else (activation.alpha, activation.inverse)
+    unused = weight.new_empty(0, dtype=torch.float32)
+    alpha, inverse = (unused, unused) if activation is None else (activation.alpha, activation.inverse)
     _kernel[(batch, triton.cdiv(frames, height), triton.cdiv(channels, width))](
-        x, slots, state, state.stride(0), weight, bias, alpha, inverse, out, frames, channels, len(weight), dilation,
-        activation is not None, height, width,
+        x, slots, state, state.stride(0), weight, bias, alpha, inverse, out, frames, channels, dilation,
+        activation is not None, len(weight), height, width,
     )  # fmt: skip
     return out

@@ -58,22 +58,22 @@ if triton is not None:
     @triton.jit
     def _kernel(
         x, slots, state, slot_stride, weight, bias, residual, scale, offset, alpha, inverse, raw, activated, rows,
-        frames, K: tl.constexpr, N: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr, DILATION: tl.constexpr,
-        RESIDUAL: tl.constexpr, AFFINE: tl.constexpr, RAW: tl.constexpr, ACTIVATED: tl.constexpr,
+        frames, K, N, channels, dilation, with_residual, with_affine, with_raw, with_activation, TAPS: tl.constexpr,
         PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     ):  # fmt: skip
+        # What differs from layer to layer is no constant: a start would compile a kernel for each of them.
         m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
         n = tl.program_id(1) * BN + tl.arange(0, BN)
         frame, here = m % frames, m < rows
         total = tl.zeros((BM, BN), tl.float32)
         for tap in tl.static_range(TAPS):
-            back = (TAPS - 1 - tap) * DILATION
+            back = (TAPS - 1 - tap) * dilation
             source = frame - back
             now = here & (source >= 0)
             if tap < TAPS - 1:
                 before = here & (source < 0)
                 slot = tl.load(slots + m // frames, here, other=0)
-                past = state + slot * slot_stride + (source + (TAPS - 1) * DILATION) * K
+                past = state + slot * slot_stride + (source + (TAPS - 1) * dilation) * K
             for start in range(0, K, BK):
                 k = start + tl.arange(0, BK)
                 a = tl.load(x + (m - back)[:, None] * K + k[None, :], now[:, None] & (k < K)[None, :], other=0.0)
@@ -85,14 +85,14 @@ if triton is not None:
                 total = tl.dot(a, w, total, input_precision=PRECISION)
         inside = here[:, None] & (n < N)[None, :]
         place = m[:, None] * N + n[None, :]
-        channel = n % CHANNELS
+        channel = n % channels
         total += tl.load(bias + channel).to(tl.float32)[None, :]
-        if RESIDUAL:
+        if with_residual:
             total += tl.load(residual + place, inside, other=0.0).to(tl.float32)
-        if RAW:
+        if with_raw:
             tl.store(raw + place, total.to(raw.dtype.element_ty), inside)
-        if ACTIVATED:
-            if AFFINE:
+        if with_activation:
+            if with_affine:
                 total = total * tl.load(scale + channel)[None, :] + tl.load(offset + channel)[None, :]
             wave = tl.sin(tl.load(alpha + channel)[None, :] * total)
             total += tl.load(inverse + channel)[None, :] * wave * wave
@@ -118,14 +118,16 @@ def causal_gemm(
     shape = (batch, frames * n // channels, channels)
     raw = x.new_empty(shape) if keep_raw else None
     activated = None if activation is None else x.new_empty(shape)
+    unused = bias.new_empty(0, dtype=torch.float32)  # of the activation's dtype: else there would be one more kernel
     scale, offset, alpha, inverse = activation or (None,) * 4
     bn = min(128, max(16, triton.next_power_of_2(n)))
-    bm = 128 if rows >= 8192 else 64 if rows >= 1024 else 32
+    bm = 128 if rows >= 4096 else 32
     bk = min(64, max(16, triton.next_power_of_2(k)))
+    scales = (unused if t is None else t for t in (scale, offset, alpha, inverse))
+    tensors = (x if residual is None else residual, *scales, *(x if t is None else t for t in (raw, activated)))
     _kernel[(triton.cdiv(rows, bm), triton.cdiv(n, bn))](
-        x, slots, state, state.stride(0), weight, bias, residual, scale, offset, alpha, inverse, raw, activated, rows,
-        frames, k, n, channels, taps, dilation, residual is not None, scale is not None, keep_raw,
-        activation is not None, "ieee" if x.dtype == torch.float32 else "tf32", bm, bn, bk,
-        num_warps=8 if bm * bn >= 16384 else 4,
+        x, slots, state, state.stride(0), weight, bias, *tensors, rows, frames, k, n, channels, dilation,
+        residual is not None, scale is not None, keep_raw, activation is not None, taps,
+        "ieee" if x.dtype == torch.float32 else "tf32", bm, bn, bk, num_warps=8 if bm * bn >= 16384 else 4,
     )  # fmt: skip
     return raw, activated

@@ -85,13 +85,18 @@ class VaeStage:
             self.decoder.restore(slot, state)
 
     def start(self, contexts: dict[int, np.ndarray | None]) -> None:
-        """Begin streams in slots, each after decoding (and dropping) its context, float32 [frames, feat_dim]."""
+        """Begin streams in slots, each after decoding (and dropping) its context.
+
+        Args:
+            contexts: for each slot float32 [patches, patch_size, feat_dim], or None.
+        """
         with self._on_stream():
-            self.decoder.reset(torch.tensor(list(contexts), device=self.device))
-            for slot, context in contexts.items():
-                if context is not None:
-                    latents = torch.from_numpy(context).to(self.device, self.dtype)[None]
-                    self.decoder.decode(latents, torch.tensor([slot], device=self.device))
+            self.decoder.reset(self._upload(np.array(list(contexts))))
+            # Patch by patch, each of all that have so many.
+            known = {slot: context for slot, context in contexts.items() if context is not None}
+            for index in range(max(map(len, known.values()), default=0)):
+                patches = {slot: context[index] for slot, context in known.items() if len(context) > index}
+                self._decode(self._upload(np.array(list(patches))), self._upload(np.stack(list(patches.values()))))
 
     def decode(self, slots: torch.Tensor, latents: torch.Tensor) -> DecodedStep:
         """Decode the next patch of each stream.
@@ -104,10 +109,7 @@ class VaeStage:
             self.cuda_stream.wait_stream(torch.cuda.current_stream(self.device))
         with self._on_stream():
             began = self._mark()
-            if self._graphs is None:
-                audio = self.decoder.decode(latents.to(self.dtype), slots)
-            else:
-                (audio,) = self._graphs(slots, latents)
+            audio = self._decode(slots, latents)
             if self.cuda_stream is None:
                 return DecodedStep(audio, began, self._mark())
             # The allocator must not hand these to the main stream before this one has read them.
@@ -122,6 +124,15 @@ class VaeStage:
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.cuda_stream)
         return event
+
+    def _decode(self, slots: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+        if self._graphs is None:
+            return self.decoder.decode(latents.to(self.dtype), slots)
+        return self._graphs(slots, latents)[0]
+
+    def _upload(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.cuda_stream is not None else tensor
 
     def _on_stream(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self.cuda_stream is None else torch.cuda.stream(self.cuda_stream)
