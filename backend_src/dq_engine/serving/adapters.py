@@ -15,7 +15,7 @@ TIMEOUT_S = 120.0
 
 
 class Adapters:
-    """Registers adapters with every worker. From any thread; one change at a time.
+    """Registers adapters with every worker. From any thread; of two changes of one name at once, one is refused.
 
     Args:
         call: has a worker, given last, do an operation: `Supervisor.call`.
@@ -26,6 +26,9 @@ class Adapters:
         self._call, self._workers = call, workers
         self._lock = threading.Lock()
         self._paths: dict[str, str] = {}
+        self._names_lock = threading.Lock()
+        self._names_in_change: set[str] = set()
+        """Guarded by _names_lock."""
 
     def register(self, name: str, path: str, timeout_s: float = TIMEOUT_S) -> list[dict]:
         """Offer an adapter in every worker, or in none if one of them refuses it; see `DqCoreEngine.register_lora`.
@@ -34,10 +37,11 @@ class Adapters:
             For each worker its number, `worker`, and the adapter as its engine describes it.
 
         Raises:
-            RequestError: as the engine's; UNAVAILABLE if no worker serves, or while other changes take `timeout_s`.
+            RequestError: as the engine's; UNAVAILABLE if no worker serves, while the name is being changed already, or
+                when changes of other names take longer than `timeout_s`.
         """
         done = []
-        with self._changing(timeout_s):
+        with self._changing(name, timeout_s):
             try:
                 for worker in self._serving():
                     done.append(self._do("register_lora", {"name": name, "path": path}, worker, timeout_s))
@@ -51,7 +55,7 @@ class Adapters:
     def unregister(self, name: str, timeout_s: float = TIMEOUT_S) -> list[dict]:
         """Take an adapter back from every worker; see `DqCoreEngine.unregister_lora`. As `register`."""
         done = []
-        with self._changing(timeout_s):
+        with self._changing(name, timeout_s):
             self._paths.pop(name, None)
             for worker in self._serving():
                 try:
@@ -87,13 +91,21 @@ class Adapters:
                     logger.error("the new worker serves without the adapter %s: %s", name, error)
 
     @contextlib.contextmanager
-    def _changing(self, timeout_s: float) -> Iterator[None]:
-        if not self._lock.acquire(timeout=timeout_s):
-            raise RequestError("UNAVAILABLE", "the adapters are being changed by another operation; try again")
+    def _changing(self, name: str, timeout_s: float) -> Iterator[None]:
+        with self._names_lock:
+            if name in self._names_in_change:
+                raise RequestError("UNAVAILABLE", f'name: "{name}" is being changed by another operation; try again')
+            self._names_in_change.add(name)
         try:
-            yield
+            if not self._lock.acquire(timeout=timeout_s):
+                raise RequestError("UNAVAILABLE", "adapters are being changed by other operations; try again")
+            try:
+                yield
+            finally:
+                self._lock.release()
         finally:
-            self._lock.release()
+            with self._names_lock:
+                self._names_in_change.remove(name)
 
     def _serving(self) -> Sequence[int]:
         if not (workers := self._workers()):

@@ -95,18 +95,14 @@ class Administration:
         result = self._supervisor.call(operation, arguments, payload, timeout_s)
         return ControlResult(result.value, result.payload)
 
-    def _on_all_workers(
-        self, operation: str, arguments: dict, payload: bytes | None, timeout_s: float
-    ) -> ControlResult:
+    def _on_all_workers(self, operation: str, arguments: dict, payload: Payload, timeout_s: float) -> ControlResult:
         workers = []
         for worker in self._supervisor.ready_workers:
             result = self._supervisor.call(operation, arguments, payload, timeout_s, worker)
             workers.append({"worker": worker, **result.value})
         return ControlResult({"workers": workers})
 
-    def _register_voice(
-        self, operation: str, arguments: dict, payload: bytes | None, timeout_s: float
-    ) -> ControlResult:
+    def _register_voice(self, operation: str, arguments: dict, payload: Payload, timeout_s: float) -> ControlResult:
         arguments["given_as_payload"] = arguments.pop("payload", "reference_audio")
         return self._on_a_worker(operation, arguments, payload, timeout_s)
 
