@@ -14,7 +14,7 @@ from torch import nn
 
 Batch = dict[str, torch.Tensor]
 _SAVE_EVERY_S = 60
-_CHECK_EVERY, _RECORD_EVERY = 20, 50
+_CHECK_EVERY, _RECORD_EVERY = 20, 100
 _WARM_UP_STEPS = 3
 _AVERAGING = 0.002
 
@@ -109,7 +109,7 @@ class Trainer:
                 now = time.monotonic()
                 self.seconds = before + now - began
                 done = max(self.seconds / (60 * budget.minutes), self.step / budget.steps)
-                if self.step % _RECORD_EVERY == 0 and recent is not None:
+                if recent is not None and (self.step % _RECORD_EVERY == 0 or done >= 1):
                     self._record(recent)
                 if done >= 1:
                     break
@@ -122,8 +122,6 @@ class Trainer:
             recent = figures.clone() if recent is None else recent.lerp_(figures, 0.05)
             torch._foreach_lerp_(self.average, self.averaged, _AVERAGING)
             self.step += 1
-        if recent is not None:
-            self._record(recent)
         self._save()
 
     def take_average(self) -> None:
@@ -174,7 +172,7 @@ class Trainer:
     def _record(self, recent: torch.Tensor) -> None:
         values = [round(value, 5) for value in recent.tolist()]
         self.curve.append([self.step, round(self.seconds, 1), *values])
-        if self.step % (10 * _RECORD_EVERY) == 0:
+        if self.step % (5 * _RECORD_EVERY) == 0:
             print(f"{self.name} step {self.step}, {self.seconds:.0f} s:", dict(zip(self.figures, values, strict=True)))
 
     def _save(self) -> None:

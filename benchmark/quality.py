@@ -1,0 +1,215 @@
+"""Whether an engine under load still says the right words in the right voice and stops in time, with the small model.
+
+    python benchmark/quality.py measure engine models/small --streams 1,32
+    python benchmark/quality.py measure triton localhost:8001 --streams 1,8,32 --sentences 1000 --json quality.json
+
+Every row speaks the same sentences with the same seeds, the first row's audio is what the others' is compared with.
+Streams begin a fraction of a second after each other; beside every third runs one that is cancelled half-way.
+"""
+
+import asyncio
+import enum
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import soundfile
+import typer
+from judge import SAME_AUDIO, Judge, difference, summary
+from quality_plot import plot
+from speaker import SAMPLE_RATE, SpeakerModel, train_speaker_model
+from speaking import EngineSpeaking, Speaking, Spoken, TritonSpeaking
+from utterances import MODES, PROMPTS, RECORDINGS, REFERENCES, VOICES, Utterance, make_utterances
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+SPEAKERS = Path(__file__).resolve().parent / "speakers.npz"
+LEAVERS = {"min_generate_length": 60, "max_generate_length": 60}
+LEAVE_AFTER = (3, 24)
+"""Chunks; in turn. Those that stay long take blocks of the KV cache from others."""
+LIMITS = {"words_right": 0.97, "voice_right": 0.95, "stopped_in_time": 0.98}
+LOST_UNDER_LOAD = 0.005
+"""Of the words that are right in the first row, so much may be wrong in another."""
+
+
+class Engine(str, enum.Enum):
+    engine = "engine"
+    triton = "triton"
+
+
+async def speak_all(
+    speaking: Speaking, utterances: list[Utterance], streams: int, stagger_s: float = 0.05, leavers: bool = True
+) -> list[Spoken]:
+    """Speak utterances, `streams` at a time.
+
+    Args:
+        stagger_s: between the beginnings of the first `streams`.
+        leavers: with several streams, beside every third one more runs and is cancelled half-way.
+    """
+    slots = asyncio.Semaphore(streams)
+
+    async def leave(index: int, utterance: Utterance) -> None:
+        await asyncio.sleep(4 * stagger_s)  # what they have in common is in the cache by then
+        leaver = {**utterance.fields(), **LEAVERS, "seed": utterance.seed + 1}
+        await speaking.leave(leaver, LEAVE_AFTER[index // 3 % len(LEAVE_AFTER)])
+
+    async def one(index: int, utterance: Utterance) -> Spoken:
+        await asyncio.sleep(stagger_s * min(index, streams - 1))
+        async with slots:
+            spoken = speaking.speak(utterance.fields())
+            if streams == 1 or not leavers or index % 3 != 2:
+                return await spoken
+            return (await asyncio.gather(spoken, leave(index, utterance)))[0]
+
+    return await asyncio.gather(*(one(index, utterance) for index, utterance in enumerate(utterances)))
+
+
+def figures(judge: Judge, utterances: list[Utterance], spoken: list[Spoken], alone: list[Spoken]) -> dict:
+    """The figures of a row, over all and by mode.
+
+    Args:
+        alone: the same utterances, spoken one at a time.
+    """
+    verdicts = [
+        judge.listen(u.sentence, s.samples, s.sample_rate, s.finish_reason)
+        for u, s in zip(utterances, spoken, strict=True)
+    ]
+    differences = [difference(s.samples, a.samples) for s, a in zip(spoken, alone, strict=True)]
+    row = summary(verdicts, [u.voice for u in utterances])
+    row["same_audio"] = sum(d <= SAME_AUDIO for d in differences) / len(differences)
+    row["cached_tokens"] = sum(s.stats["cached_tokens"] for s in spoken)
+    row["modes"] = {}
+    for mode in dict.fromkeys(u.mode for u in utterances):
+        own = [index for index, utterance in enumerate(utterances) if utterance.mode == mode]
+        row["modes"][mode] = summary([verdicts[i] for i in own], [utterances[i].voice for i in own])
+    return row
+
+
+async def measure_rows(speaking: Speaking, judge: Judge, utterances: list[Utterance], streams: list[int]) -> list[dict]:
+    """A row of figures for each number of streams at once."""
+    rows, alone = [], None
+    for count in streams:
+        began = time.perf_counter()
+        spoken = await speak_all(speaking, utterances, count)
+        seconds = time.perf_counter() - began
+        alone = alone or spoken
+        row = {"streams": count, "wall_s": round(seconds, 1), **figures(judge, utterances, spoken, alone)}
+        print(_line(row), flush=True)
+        rows.append(row)
+    return rows
+
+
+def failures(rows: list[dict], same_audio: bool) -> list[str]:
+    """What is not as it must be, a line each.
+
+    Args:
+        same_audio: the audio of every row must be that of the first; so it is in float32.
+    """
+    found = []
+    for row in rows:
+        limits = dict(LIMITS, words_right=max(LIMITS["words_right"], rows[0]["words_right"] - LOST_UNDER_LOAD))
+        if same_audio:
+            limits["same_audio"] = 1.0
+        for name, least in limits.items():
+            if row[name] is not None and row[name] < least - 1e-9:
+                found.append(f"{row['streams']} streams: {name} is {100 * row[name]:.2f}%, not {100 * least:.2f}%")
+    return found
+
+
+def _line(row: dict) -> str:
+    voice = "" if row["voice_right"] is None else f"voice {100 * row['voice_right']:.1f}%, "
+    modes = ", ".join(f"{mode} {100 * figures['words_right']:.1f}%" for mode, figures in row["modes"].items())
+    return (
+        f"{row['streams']} streams: words right {100 * row['words_right']:.2f}% ({modes}), {voice}"
+        f"stopped in time {100 * row['stopped_in_time']:.1f}%, the same audio {100 * row['same_audio']:.1f}%; "
+        f"long pauses {row['long_pauses']}, cut off {row['cut_off']}, runaway {row['runaway']}, "
+        f"clipped {row['clipped']} of {row['sentences']}; {row['seconds']:.0f} s of audio in {row['wall_s']:.0f} s"
+    )
+
+
+@app.command()
+def measure(
+    engine: Annotated[Engine, typer.Argument(help="in this process, or a running server")],
+    target: Annotated[str, typer.Argument(help="a checkpoint directory; for triton host:port of its gRPC")],
+    streams: Annotated[str, typer.Option(help="at once, a row each; the first is what the others must equal")] = "1,32",
+    sentences: Annotated[int, typer.Option(min=1, max=5000)] = 200,
+    modes: Annotated[str, typer.Option(help="of " + ", ".join(MODES))] = ",".join(MODES),
+    seed: Annotated[int, typer.Option(help="of sentences and noise")] = 0,
+    kv_blocks: Annotated[int, typer.Option(min=0, help="engine: so few that streams are preempted; 0 = enough")] = 0,
+    same_audio: Annotated[bool, typer.Option(help="all rows' audio must be the first's, as it is in float32")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="write the rows to this file")] = None,
+    picture: Annotated[Path | None, typer.Option("--plot", help="write a PNG")] = None,
+) -> None:
+    """Have sentences spoken and judge them; ends with 1 if what is heard is not good enough."""
+    try:
+        counts = [int(part) for part in streams.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"--streams: {streams!r} is not a list of numbers such as 1,32") from None
+    chosen = tuple(modes.split(","))
+    if not set(chosen) <= set(MODES) or min(counts) < 1:
+        raise typer.BadParameter("--modes are of " + ", ".join(MODES) + ", and --streams start at 1")
+    speakers = SpeakerModel.load(SPEAKERS)
+    judge, utterances = Judge(speakers), make_utterances(sentences, seed, chosen)
+    rows = asyncio.run(_run(engine, target, judge, utterances, counts, kv_blocks))
+    if json_path is not None:
+        about = {"target": target, "seed": seed, "speaker_model_error": speakers.error}
+        json_path.write_text(json.dumps({**about, "rows": rows}, indent=1))
+    if picture is not None:
+        plot(rows, picture)
+    if found := failures(rows, same_audio):
+        print("\n".join(found), file=sys.stderr)
+        raise typer.Exit(1)
+
+
+async def _run(
+    engine: Engine, target: str, judge: Judge, utterances: list[Utterance], counts: list[int], kv_blocks: int
+) -> list[dict]:
+    if engine is Engine.triton:
+        speaking = TritonSpeaking(target)
+        try:
+            return await measure_rows(speaking, judge, utterances, counts)
+        finally:
+            await speaking.close()
+    from dq_engine.engine import DqCoreEngine, EngineConfig
+
+    # Every leaver is a stream more.
+    config = EngineConfig(
+        model=target, max_num_seqs=2 * max(counts), realtime=False, num_kvcache_blocks=kv_blocks, queue_timeout_s=3600
+    )
+    with DqCoreEngine(config) as running:
+        rows = await measure_rows(EngineSpeaking(running), judge, utterances, counts)
+        print(f"preemptions: {running.snapshot()['preemptions']}")
+        return rows
+
+
+@app.command()
+def record(
+    sentences: Annotated[int, typer.Option(min=10, help="of each voice to train on, and as many to test with")] = 150,
+) -> None:
+    """Make recordings/ and speakers.npz again, with flite (Debian: libflite1)."""
+    import random
+
+    sys.path.insert(0, str(RECORDINGS.parent.parent / "tools"))
+    from train_small.flite import ADAPTER_VOICE, Flite
+    from train_small.sentences import matrix_sentence
+
+    flite, rng = Flite(), random.Random(0)
+    RECORDINGS.mkdir(exist_ok=True)
+    for kind, texts in (("reference", REFERENCES), ("prompt", PROMPTS)):
+        for voice, text in texts.items():
+            soundfile.write(RECORDINGS / f"{voice}_{kind}.flac", flite.say(text, voice), SAMPLE_RATE)
+    voices = [*VOICES, ADAPTER_VOICE]
+
+    def corpus(held_out: bool) -> dict[str, list[np.ndarray]]:
+        texts = [matrix_sentence(rng, held_out) for _ in range(sentences)]
+        return {voice: [flite.say(text, voice).astype(np.float32) / 32768 for text in texts] for voice in voices}
+
+    model = train_speaker_model(corpus(held_out=False), corpus(held_out=True))
+    model.save(SPEAKERS)
+    print(f"{SPEAKERS.name}: {100 * model.error:.1f}% of {model.tested} unseen recordings of {', '.join(voices)} wrong")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,71 @@
+"""What the quality measure has spoken: matrix sentences that the small model was not trained on, in every mode."""
+
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+from train_small.flite import VOICES  # noqa: E402
+from train_small.sentences import matrix_sentence  # noqa: E402
+
+MODES = ("zero-shot", "control", "reference", "continuation")
+RECORDINGS = Path(__file__).resolve().parent / "recordings"
+REFERENCES = {
+    "slt": "william kept seven green chairs",
+    "rms": "kathy ordered six white flowers",
+    "awb": "steven wants four thin toys",
+}
+PROMPTS = {
+    "slt": "lucy sold nine dark tables",
+    "rms": "doris gives eight cheap windows",
+    "awb": "rachel prefers ten old rings",
+}
+"""The words of recordings/<voice>_reference.flac and recordings/<voice>_prompt.flac, spoken by flite."""
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """One request.
+
+    Args:
+        sentence: what is to be heard.
+        mode: one of MODES.
+        voice: whose it should be; None in zero-shot, where any will do.
+    """
+
+    sentence: str
+    mode: str
+    voice: str | None
+    seed: int
+
+    def fields(self) -> dict:
+        """The request's inputs, by the names of the contract."""
+        fields = {"text": self.sentence, "seed": self.seed}
+        if self.mode == "control":
+            fields["control"] = self.voice
+        elif self.mode == "reference":
+            fields["reference_audio"] = (RECORDINGS / f"{self.voice}_reference.flac").read_bytes()
+        elif self.mode == "continuation":
+            fields["text"] = " " + self.sentence
+            fields["prompt_text"] = PROMPTS[self.voice]
+            fields["prompt_audio"] = (RECORDINGS / f"{self.voice}_prompt.flac").read_bytes()
+        return fields
+
+
+def make_utterances(count: int, seed: int, modes: tuple[str, ...] = MODES) -> list[Utterance]:
+    """Utterances of all modes and voices in turn, no sentence twice."""
+    rng = random.Random(seed)
+    sentences: dict[str, None] = {}
+    while len(sentences) < count:
+        sentence = matrix_sentence(rng, held_out=True)
+        if sentence not in (*REFERENCES.values(), *PROMPTS.values()):
+            sentences[sentence] = None
+    utterances = []
+    for index, sentence in enumerate(sentences):
+        mode = modes[index % len(modes)]
+        voice = None if mode == "zero-shot" else VOICES[index // len(modes) % len(VOICES)]
+        utterances.append(Utterance(sentence, mode, voice, rng.randrange(2**31)))
+    return utterances

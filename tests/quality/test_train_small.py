@@ -1,0 +1,174 @@
+"""tools/train_small: what it trains on, and that its stages run, go on after an interruption, and give a checkpoint."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from safetensors.torch import load_file
+from train_small.audio_losses import ReconstructionLoss, downsample, low_pass, mel_filters, upsample
+from train_small.batches import Encoded, Layout
+from train_small.checkpoint import make_model, model_config, write_config
+from train_small.corpus import Corpus, load_corpus, plan
+from train_small.models import ModelSettings, train_models
+from train_small.objective import losses
+from train_small.sentences import free_sentence, is_held_out, is_matrix, matrix_sentence
+from train_small.tokenizer import AUDIO_END, AUDIO_START, REFERENCE_END, REFERENCE_START, tokens
+from train_small.trainer import Budget, Kind, Trainer, make_optimizer
+from train_small.vae import CONFIG, load_vae
+from transformers import LlamaTokenizerFast
+from triton_server import ROOT
+from utterances import PROMPTS, RECORDINGS, REFERENCES, VOICES
+
+SMALL = ROOT / "models" / "small"
+CPU = torch.device("cpu")
+
+
+def test_sentences_are_seeded_and_the_held_out_never_trained_on():
+    rng = random.Random(0)
+    trained, tested = ([matrix_sentence(rng, held_out) for _ in range(300)] for held_out in (False, True))
+    assert all(map(is_matrix, trained + tested)) and not set(trained) & set(tested)
+    assert not any(map(is_held_out, trained)) and all(map(is_held_out, tested))
+    items = plan(30, 30, 7, False)
+    assert items == plan(30, 30, 7, False) != plan(30, 30, 8, False)
+    assert sum(is_matrix(text) for text, _ in items) == 30
+    free = [free_sentence(rng) for _ in range(2000)]
+    assert len(set(free)) > 1500 and not any(map(is_matrix, free))
+    assert all("{" not in text and text.isascii() and len(text) < 130 for text in free)
+
+
+def test_the_shipped_checkpoint_is_what_the_stages_write(tmp_path):
+    write_config(tmp_path, CONFIG)
+    assert json.loads((tmp_path / "config.json").read_text()) == json.loads((SMALL / "config.json").read_text())
+    assert model_config(CONFIG)["lm_config"]["hidden_size"] == 256
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert json.loads((tmp_path / name).read_text()) == json.loads((SMALL / name).read_text())
+    tokenizer = LlamaTokenizerFast.from_pretrained(SMALL)
+    for text in ("peter got three", "(slt)It's, well... 10%?", "Zoë 你好", "a  b"):
+        assert tokenizer.convert_tokens_to_ids(tokenizer.tokenize(text)) == tokens(text)
+
+
+def test_resampling_keeps_what_both_rates_can_hold():
+    taps = low_pass(CPU)
+    time = torch.arange(3200) / 16000
+    x = torch.sin(2 * torch.pi * 1000 * time)[None, None]
+    y = upsample(x, taps)
+    expected = torch.sin(2 * torch.pi * 1000 * torch.arange(9600) / 48000)
+    assert (y[0, 0, 300:-300] - expected[300:-300]).abs().max() < 2e-3
+    assert (downsample(y, taps)[0, 0, 100:-100] - x[0, 0, 100:-100]).abs().max() < 4e-3
+
+
+def test_the_loss_is_zero_for_the_same_and_grows_with_noise():
+    assert mel_filters(128, 16).sum(1) == pytest.approx(1)
+    loss, x = ReconstructionLoss(), torch.randn(1, 1, 9600, generator=torch.Generator().manual_seed(0))
+    values = [loss(x + amount * torch.flip(x, [-1]), x)["loss"].item() for amount in (0.0, 0.01, 0.1)]
+    assert values[0] < 1e-3 < values[1] < values[2]
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    """The recordings of the measure: of each voice two sentences, and both in a row."""
+    items, waves = [], []
+    for voice in VOICES:
+        own = [
+            soundfile.read(RECORDINGS / f"{voice}_{kind}.flac", dtype="int16")[0] for kind in ("reference", "prompt")
+        ]
+        texts = [REFERENCES[voice], PROMPTS[voice]]
+        items += [(text, voice) for text in (*texts, " ".join(texts))]
+        waves += [*own, np.concatenate(own)]
+    return Corpus(items, np.concatenate(waves), np.cumsum([0, *map(len, waves)]))
+
+
+@pytest.fixture(scope="module")
+def encoded(corpus) -> Encoded:
+    return Encoded(corpus, load_vae(SMALL, CPU), VOICES, pairs=4, device=CPU, seed=0)
+
+
+def test_a_batch_is_laid_out_as_the_official_model_reads_it(encoded, corpus):
+    torch.manual_seed(0)
+    batch = encoded.batch(Layout(16, 18, 46, reference=20))
+    for row in range(16):
+        ids = batch["tokens"][row].tolist()
+        assert ids[0] == REFERENCE_START
+        references = ids.index(REFERENCE_END) - 1
+        begin, end = ids.index(AUDIO_START), ids.index(AUDIO_END)
+        text = ids[references + 2 : begin]
+        assert text in [tokens(form) for t, _ in corpus.items for form in (t, t[0].upper() + t[1:] + ".")]
+        patches = end - begin - 1
+        mask = batch["text_mask"][row]
+        assert mask.sum() == 4 + len(text) and mask[begin] == mask[end] == 1 and mask[1 : references + 1].sum() == 0
+        assert batch["audio_at"][row, :references].tolist() == list(range(1, references + 1))
+        assert batch["audio_at"][row, 20 : 20 + patches].tolist() == list(range(begin + 1, end))
+        assert batch["audio_mask"][row].sum() == references + patches
+        assert batch["learned"][row].tolist() == [1] * patches + [0] * (18 - patches)
+        assert batch["stops"][row].nonzero().tolist() == [[patches - 1]]
+        assert (batch["latents"][row].abs().sum((1, 2)) > 0).tolist() == (batch["audio_mask"][row] > 0).tolist()
+
+
+def test_of_a_continuation_only_what_follows_the_prompt_is_learned(encoded):
+    torch.manual_seed(0)
+    batch = encoded.batch(Layout(8, 36, 92, pairs=True))
+    learned, mask = batch["learned"], batch["audio_mask"]
+    assert (learned.sum(1) > 0).all() and (learned.sum(1) < mask.sum(1)).all()
+    last = (mask.sum(1) - 1).long()
+    assert (learned[torch.arange(8), last] == 1).all() and (batch["stops"][torch.arange(8), last] == 1).all()
+    assert (learned[:, 0] == 0).all()
+
+
+def test_the_shipped_model_does_well_at_the_objective(encoded):
+    """Untrained, the flow's loss is 2 and the stops' 0.7."""
+    model = make_model(SMALL, load_vae(SMALL, CPU), CPU)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        _, flow, stop = losses(model, encoded.batch(Layout(8, 18, 46)))
+    assert 0.1 < flow < 0.8 and 0 < stop < 0.1
+
+
+def test_a_trainer_goes_on_where_it_was_saved(tmp_path):
+    def train(folder: Path, steps: int) -> tuple[Trainer, torch.nn.Linear]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        parameters = list(model.parameters())
+        optimizer = make_optimizer(parameters, (0.9, 0.99), 0.0)
+        trainer = Trainer("line", folder, model, parameters, [(optimizer, 0.1)], ["loss"], seed=0)
+
+        def step(batch: dict) -> torch.Tensor:
+            optimizer.zero_grad(set_to_none=True)
+            loss = (model(batch["x"]) - batch["x"].sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()[None]
+
+        trainer.run({"only": Kind(1, lambda: {"x": torch.randn(64, 4)}, step)}, Budget(5, steps), warm_up=10)
+        return trainer, model
+
+    whole, model = train(tmp_path / "whole", 300)
+    assert whole.step == 300 and whole.curve[-1][2] < 1e-2
+    assert torch.allclose(model.weight, torch.ones(1, 4), atol=0.1)
+    train(tmp_path / "parts", 100)
+    again, _ = train(tmp_path / "parts", 300)
+    assert again.step == 300 and [row[0] for row in again.curve] == [100, 200, 300]
+    again.take_average()
+    assert not (tmp_path / "parts" / "line.state.part").exists()
+    curve = json.loads((tmp_path / "parts" / "line.curve.json").read_text())
+    assert curve["columns"] == ["step", "seconds", "loss"] and curve["rows"][-1][0] == 300
+
+
+def test_models_are_trained_from_a_checkpoint_into_the_same_files(corpus, tmp_path):
+    checkpoint, folder = tmp_path / "checkpoint", tmp_path / "corpus"
+    checkpoint.mkdir()
+    for file in SMALL.iterdir():
+        (checkpoint / file.name).write_bytes(file.read_bytes())
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps(corpus.items))
+    with pytest.raises(ValueError, match="not complete"):
+        train_models(checkpoint, folder, tmp_path / "out", Budget(1, 2), ModelSettings(8, 1e-4, 4), CPU, 0)
+    np.savez(folder / "shard_000.npz", audio=corpus.audio, offsets=corpus.offsets)
+    assert load_corpus(folder)[1]
+    train_models(checkpoint, folder, tmp_path / "out", Budget(1, 2), ModelSettings(8, 1e-4, 4), CPU, 0)
+    before, after = load_file(SMALL / "model.safetensors"), load_file(checkpoint / "model.safetensors")
+    assert {n: (t.shape, t.dtype) for n, t in before.items()} == {n: (t.shape, t.dtype) for n, t in after.items()}
+    assert any((before[name] != after[name]).any() for name in before)
