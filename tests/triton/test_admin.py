@@ -320,6 +320,8 @@ def test_json_over_http(server):
     fields = {"operation": "statistics", "arguments": "{}", "token": TOKEN}
     answer = httpx.post(url, json=fields, timeout=60).json()
     assert json.loads(answer["result"])["workers"][0]["slots"] == 16
+    answer = httpx.post(url, json=fields | {"tokem": "x"}, timeout=60).json()
+    assert answer == {"error": "INVALID_ARG: tokem: is neither an input nor a parameter of this model"}
     answer = httpx.post(url, json=fields | {"token": "x"}, timeout=60)
     assert (answer.status_code, answer.json()["error"]) == (400, "INVALID_ARG: token: is not the administration's")
 

@@ -77,6 +77,8 @@ def test_what_cannot_be_encoded(server, client, voice):
     assert refusal(client, voice + bytes(size - len(voice)), "prompt") == (bad, expected)
     url = f"http://{server.http_url}/v2/models/voxcpm2_encode/generate"
     response = httpx.post(url, json={"audio": "hello", "purpose": "prompt"}, timeout=60)
+    unknown = httpx.post(url, json={"audio": "hello", "purpose": "prompt", "rate": 5}, timeout=60).json()
+    assert unknown == {"error": "INVALID_ARG: rate: is neither an input nor a parameter of this model"}
     words = "INVALID_ARG: audio: is neither a wav, flac, ogg or mp3 file nor base64 of one"
     assert (response.status_code, response.json()) == (400, {"error": words})
 

@@ -14,6 +14,9 @@ from dq_engine.errors import invalid
 from dq_engine.request import Request
 from dq_engine.serving.signature import DTYPES, INPUTS, LATENTS
 
+GRPC_MARK = "user-agent"
+"""Request parameter of what came over gRPC: a header that docker/entrypoint.sh has Triton forward there only."""
+
 _SCALARS = {tensor.name: DTYPES[tensor.data_type] for tensor in INPUTS if tensor.dims != LATENTS}
 _LATENTS = [tensor.name for tensor in INPUTS if tensor.dims == LATENTS]
 _TRITON_TYPES = {np.object_: "BYTES", np.float32: "FP32", np.int64: "INT64", np.int32: "INT32", np.bool_: "BOOL"}
@@ -41,8 +44,7 @@ def parse_request(inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any
     Raises:
         RequestError: INVALID_ARG naming the field.
     """
-    for name in parameters:
-        raise invalid(name, "is neither an input nor a parameter of this model")
+    refuse_parameters(parameters)
     if "text" not in inputs:
         raise invalid("text", "is required")
     fields: dict[str, Any] = {}
@@ -57,6 +59,17 @@ def parse_request(inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any
     sample_rate = fields.pop("sample_rate", None)
     stream = fields.pop("stream", True)
     return ParsedRequest(Request(**fields), output_format, sample_rate, stream)
+
+
+def refuse_parameters(parameters: Mapping[str, Any]) -> None:
+    """Refuse JSON fields that are no inputs, which arrive as request parameters: our models have none.
+
+    Raises:
+        RequestError: INVALID_ARG naming one.
+    """
+    for name in parameters:
+        if name != GRPC_MARK:
+            raise invalid(name, "is neither an input nor a parameter of this model")
 
 
 def scalar(name: str, array: np.ndarray, expected: type, text: bool = True) -> Any:

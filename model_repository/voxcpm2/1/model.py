@@ -19,12 +19,10 @@ from dq_engine.serving.control_server import ControlServer
 from dq_engine.serving.control_socket import ControlSocketError, socket_path
 from dq_engine.serving.messages import Audio, Failed, Finished, StreamMessage
 from dq_engine.serving.parent_watch import end_with_parent
-from dq_engine.serving.request_parser import ParsedRequest, parse_request
+from dq_engine.serving.request_parser import GRPC_MARK, ParsedRequest, parse_request
 from dq_engine.serving.signature import INPUTS, OUTPUTS, Tensor
 from dq_engine.serving.supervisor import RoutedStream, Supervisor, WorkerStartError
 
-GRPC_MARK = "user-agent"
-"""Request parameter of what came over gRPC: a header that docker/entrypoint.sh has Triton forward there only."""
 KEEP_ALIVE_S = 0.15
 
 

@@ -10,7 +10,7 @@ from dq_engine.errors import RequestError, invalid
 from dq_engine.request import MAX_AUDIO_BYTES, MAX_ENCODED_AUDIO_BYTES
 from dq_engine.serving.control_client import ControlClient, control_address
 from dq_engine.serving.control_protocol import ControlCall, ControlResult
-from dq_engine.serving.request_parser import scalar
+from dq_engine.serving.request_parser import refuse_parameters, scalar
 
 THREADS, MAX_WAITING = 16, 48
 TIMEOUT_S = 60.0
@@ -26,10 +26,10 @@ class TritonPythonModel:
         self._client = ControlClient(*address, THREADS, MAX_WAITING)
 
     def execute(self, requests: list) -> None:
-        # Request parameters mean nothing here, and are not refused: Triton passes headers of unary gRPC calls as some.
         for request in requests:
             sender = request.get_response_sender()
             try:
+                refuse_parameters(json.loads(request.parameters()))
                 inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
                 self._client.submit(_call(inputs), lambda answer, sender=sender: _respond(sender, answer))
             except RequestError as error:
