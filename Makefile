@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test demo serve test test-all lint clean
+.PHONY: help setup setup-test demo serve test test-all test-nano lint clean
 
 # make MODEL=openbmb/VoxCPM2 demo: a directory or a repository of the Hugging Face hub
 MODEL ?= models/small
@@ -18,6 +18,8 @@ REFERENCE ?=
 OUT ?=
 # Of the tests: PYTEST='tests/triton -k cancel' runs some of them
 PYTEST ?=
+# Of test-nano: a version of nano-vllm-voxcpm
+NANO ?= 2.0.4
 
 export PYTHON TORCH_INDEX
 # The tests choose their own.
@@ -37,6 +39,7 @@ help:
 	@echo "make serve     the server in the foreground until Ctrl-C; MODEL, HTTP_PORT, GRPC_PORT, METRICS_PORT"
 	@echo "make test      every test that is not slow, without a GPU those that need none; PYTEST='arguments of pytest'"
 	@echo "make test-all  the slow tests too"
+	@echo "make test-nano the engine's tests with another version of nano-vllm-voxcpm; NANO=2.0.4"
 	@echo "make lint      ruff"
 	@echo "make setup     only sets up .venv; PYTHON=python3.12, TORCH_INDEX=index of PyTorch's CPU builds"
 	@echo "make clean     removes .venv and what builds and tests leave"
@@ -58,6 +61,10 @@ test: setup-test
 
 test-all: setup-test
 	$(python) -m pytest $(PYTEST)
+
+test-nano: setup-test
+	$(python) -m pip install --quiet --upgrade --no-deps --target build/nano-$(NANO) nano-vllm-voxcpm==$(NANO)
+	PYTHONPATH=build/nano-$(NANO) $(python) -m pytest -m "not slow" tests/engine tests/test_nano_versions.py $(PYTEST)
 
 lint: setup-test
 	$(python) -m ruff check .
