@@ -130,14 +130,6 @@ class Trainer:
             for parameter, average in zip(self.averaged, self.average, strict=True):
                 parameter.copy_(average)
 
-    def swap_average(self) -> None:
-        """Exchange the weights and their averages, for a look at what the stage would give now."""
-        with torch.no_grad():
-            for parameter, average in zip(self.averaged, self.average, strict=True):
-                kept = parameter.clone()
-                parameter.copy_(average)
-                average.copy_(kept)
-
     def _capture(self, kind: Kind) -> Callable[[Batch], torch.Tensor]:
         """A kind's step as a CUDA graph."""
         self._set_rate(0.0)  # the steps before the capture move nothing but the optimizers' averages

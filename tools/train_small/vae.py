@@ -29,7 +29,7 @@ FRAME = 640
 """Samples at 16 kHz of one latent frame."""
 _MARGIN = HALF_FILTER // RATIO * 2
 """Samples at 16 kHz on either side of a crop that resampling needs."""
-_RELOAD_S = 5.0
+_RELOAD_S = 30.0
 _FOOLING, _FEATURES = 1 / 15, 2 / 15
 """Weights beside the reconstruction's 1; the proportions of the Descript audio codec (Kumar and others, 2023)."""
 
