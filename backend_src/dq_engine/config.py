@@ -106,6 +106,10 @@ class EngineConfig(BaseSettings):
         description="projections between the models that adapters may change, or none",
     )
     prefill_graph_lora: bool = Field(default=False, description="run prompts that use adapters in CUDA graphs too")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="debug, info, warning or error; each request's end is a line of JSON at info"
+    )
+    log_text: bool = Field(default=False, description="write the texts of requests into their lines")
 
     def of_workers(self) -> list["EngineConfig"]:
         """The settings of each engine worker: `devices` one by one, each in the place of `device`."""

@@ -22,6 +22,7 @@ import zmq
 from dq_engine.audio.output import OutputEncoder
 from dq_engine.config import EngineConfig
 from dq_engine.errors import CheckpointError, RequestError
+from dq_engine.logs import configure
 from dq_engine.request import Chunk
 from dq_engine.serving.messages import (
     Call,
@@ -40,7 +41,7 @@ from dq_engine.serving.messages import (
 from dq_engine.serving.operations import Operations
 from dq_engine.serving.outbox import Outbox, OutgoingStream
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dq_engine.serving.worker")  # the module's own name is __main__
 
 HEARTBEAT_S = 1.0
 # Few, so that chunks wait in the outbox, where they are joined, and not in zmq, where they are not.
@@ -137,7 +138,6 @@ def main() -> NoReturn:
     parser.add_argument("inbox")
     parser.add_argument("outbox")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # Ctrl-C reaches the whole foreground group; when to end is the supervisor's to say.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The thread that sends audio must not wait 5 ms for the engine's to give the interpreter up.
@@ -146,6 +146,7 @@ def main() -> NoReturn:
     with open(0, "rb", buffering=0, closefd=False) as lifeline:
         # The supervisor has applied the environment already; EngineConfig(...) would apply it again.
         config = EngineConfig.model_construct(**json.loads(lifeline.readline()))
+    configure(config.log_level)
     threading.Thread(target=_end_with_supervisor, name="dq-lifeline", daemon=True).start()
 
     context = zmq.Context()

@@ -12,6 +12,7 @@ import triton_python_backend_utils as pb_utils
 
 from dq_engine.config import EngineConfig
 from dq_engine.errors import RequestError
+from dq_engine.logs import configure
 from dq_engine.metrics import PREFIX, Definition, Metrics, Playback
 from dq_engine.serving.administration import Administration
 from dq_engine.serving.cancel_watcher import CancelWatcher
@@ -19,9 +20,12 @@ from dq_engine.serving.control_server import ControlServer
 from dq_engine.serving.control_socket import ControlSocketError, socket_path
 from dq_engine.serving.messages import Audio, Failed, Finished, StreamMessage
 from dq_engine.serving.parent_watch import end_with_parent
+from dq_engine.serving.request_log import RequestLog
 from dq_engine.serving.request_parser import GRPC_MARK, ParsedRequest, parse_request
 from dq_engine.serving.signature import INPUTS, OUTPUTS, Tensor
 from dq_engine.serving.supervisor import RoutedStream, Supervisor, WorkerStartError
+
+logger = logging.getLogger("dq_engine.model")
 
 KEEP_ALIVE_S = 0.15
 
@@ -49,7 +53,6 @@ class TritonPythonModel:
         return config
 
     def initialize(self, args: dict[str, str]) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         model_config = json.loads(args["model_config"])
         if sum(group["count"] * max(1, len(group["gpus"])) for group in model_config["instance_group"]) > 1:
             raise pb_utils.TritonModelException(
@@ -59,7 +62,8 @@ class TritonPythonModel:
         settings = {name: value["string_value"] for name, value in model_config.get("parameters", {}).items()}
         if settings.get("model", "").startswith("."):
             settings["model"] = str((Path(args["model_repository"]) / settings["model"]).resolve())
-        config = EngineConfig.from_parameters(settings)
+        self._config = config = EngineConfig.from_parameters(settings)
+        configure(config.log_level)
         self._name = args["model_name"]
         # The engine warms up by itself; who configures Triton's warm-up too gets it, before the model is served.
         samples = model_config.get("model_warmup", [])
@@ -95,21 +99,30 @@ class TritonPythonModel:
 
     def _take(self, request) -> bool:
         """Hand a request to a worker, or answer it with an error."""
-        stream = ResponseStream(request.get_response_sender(), self._metrics)
+        parameters = json.loads(request.parameters())
+        over_http = parameters.pop(GRPC_MARK, None) is None
+        if parameters.get("id") == request.request_id():  # as a JSON field it is both
+            del parameters["id"]
+        log = RequestLog(
+            self._name,
+            request.request_id(),
+            "http" if over_http else "grpc",
+            self._config.log_text,
+            json.loads(request.trace().get_context() or "null"),
+        )
+        stream = ResponseStream(request.get_response_sender(), self._metrics, log)
         try:
             inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-            parameters = json.loads(request.parameters())
-            over_http = parameters.pop(GRPC_MARK, None) is None
             parsed = parse_request(inputs, parameters)
             if over_http and parsed.stream:
                 stream.keep_alive_rate = parsed.sample_rate or self._sample_rate
             routed = stream.route(self._supervisor, parsed)
         except RequestError as error:
-            stream.fail(error.code, error.message)
+            stream.fail(Failed(0, error.code, error.message))
             return False
         except Exception as error:
-            logging.getLogger(__name__).exception("taking a request failed")
-            stream.fail("INTERNAL", f"taking the request failed: {error}")
+            logger.exception("taking a request failed")
+            stream.fail(Failed(0, "INTERNAL", f"taking the request failed: {error}"))
             return False
         self._watcher.watch(stream, routed.cancel)
         return True
@@ -146,8 +159,8 @@ class ResponseStream:
     Messages come on the supervisor's thread; the cancel watcher asks for cancellation on its own.
     """
 
-    def __init__(self, sender, metrics: Metrics) -> None:
-        self._sender, self._metrics = sender, metrics
+    def __init__(self, sender, metrics: Metrics, log: RequestLog) -> None:
+        self._sender, self._metrics, self._log = sender, metrics, log
         self._playback = Playback(time.monotonic())
         self._worker: int | None = None
         self.keep_alive_rate: int | None = None
@@ -165,16 +178,18 @@ class ResponseStream:
             RequestError: UNAVAILABLE.
         """
         self._output_format, self._streamed = request.output_format, request.stream
+        self._log.parsed(request)
         with self._lock:  # what comes back at once waits until the worker is known
             routed = supervisor.submit(
                 request.request, request.output_format, request.sample_rate, request.stream, self._on_message
             )
             self._worker = routed.worker
+            self._log.routed(routed.worker, routed.id)
         return routed
 
     def _on_message(self, message: StreamMessage) -> None:
         if isinstance(message, Failed):
-            self.fail(message.code, message.message)
+            self.fail(message)
             return
         last = isinstance(message, Finished)
         self._send(pb_utils.InferenceResponse(self._tensors(message)), last)
@@ -186,6 +201,7 @@ class ResponseStream:
             playback = self._playback if self._streamed else None
             queue_s = 1e-3 * message.stats["queue_ms"]
             self._metrics.finished(self._worker, playback, message.finish_reason, queue_s)
+            self._log.finished(message, self._playback)
 
     def _tensors(self, message: Audio | Finished) -> list:
         tensors = [pb_utils.Tensor("sample_rate", np.array([message.sample_rate], np.int32))]
@@ -200,12 +216,13 @@ class ResponseStream:
                 tensors.append(pb_utils.Tensor("latents", message.latents))
         return tensors
 
-    def fail(self, code: str, message: str) -> None:
+    def fail(self, message: Failed) -> None:
         """End with an error. Its text starts with the code, because a gRPC stream carries no code."""
         # The Python backend names its codes as RequestError does.
-        error = pb_utils.TritonError(f"{code}: {message}", getattr(pb_utils.TritonError, code))
+        error = pb_utils.TritonError(f"{message.code}: {message.message}", getattr(pb_utils.TritonError, message.code))
         self._send(pb_utils.InferenceResponse(error=error), last=True)
-        self._metrics.failed(self._worker, code)
+        self._metrics.failed(self._worker, message.code)
+        self._log.failed(message, self._playback)
 
     def keep_alive(self) -> None:
         """Send an HTTP client that waits no audio, once.
