@@ -18,6 +18,8 @@ from packaging.requirements import Requirement
 from triton_server import TritonServer
 
 ROOT = Path(__file__).resolve().parent.parent
+WRITTEN = ("HF_HOME", "DQ_ENGINE_VOICES_DIR")
+"""Folders that outlive the container."""
 IMAGE = "nvcr.io/nvidia/tritonserver:24.10-py3"  # tritonserver 2.51 as in nvidia-pytriton 0.7.0; Python 3.10
 
 
@@ -92,9 +94,9 @@ def test_paths_that_instructions_name_are_made_by_the_image_or_a_copy(tmp_path):
         for path in re.findall(r"/opt/voxcpm2/\S+", rest):
             assert (tmp_path / path[1:]).exists(), path
     made = " ".join(rest for rest in of("RUN") if rest.startswith("install -d -o 1000 -g 1000"))
-    for name in ("HOME", "HF_HOME"):
+    for name in ("HOME", *WRITTEN):
         assert environment()[name] in made.split()
-    assert of("VOLUME") == [environment()["HF_HOME"]]
+    assert of("VOLUME") == [" ".join(environment()[name] for name in WRITTEN)]
     assert of("USER") == ["1000:1000"]
 
 
@@ -112,7 +114,7 @@ def test_commands_that_instructions_and_the_entrypoint_run_exist():
 def test_requirements_parse_and_pin_what_must_be():
     parsed = {path.name: requirements(path) for path in (ROOT / "requirements").glob("*.txt")}
     named = re.findall(r"requirements/([\w-]+\.txt)", " ".join(of("RUN")))
-    assert named == ["gpu.txt", "no-deps.txt"]
+    assert named == ["gpu.txt", "admin.txt", "no-deps.txt"]
     gpu = {r.name: str(r.specifier) for r in parsed["gpu.txt"]}
     assert gpu["numpy"] == "==1.26.4"
     assert gpu["torch"] == "==2.13.0"
@@ -122,7 +124,7 @@ def test_requirements_parse_and_pin_what_must_be():
 
 @pytest.mark.slow
 def test_requirements_have_builds_for_the_images_python(tmp_path):
-    for name in ("gpu.txt", "no-deps.txt"):
+    for name in ("gpu.txt", "admin.txt", "no-deps.txt"):
         subprocess.run(
             [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--only-binary=:all:"]
             + ["--python-version=3.10", f"--target={tmp_path}", "-r", ROOT / "requirements" / name],
@@ -153,8 +155,8 @@ def test_compose_agrees_with_the_dockerfile():
     inside = [port.rsplit(":", 1)[1] for port in service["ports"]]
     assert inside == of("EXPOSE")[0].split()
     assert inside == [environment()[name] for name in ("HTTP_PORT", "GRPC_PORT", "METRICS_PORT")]
-    (volume,) = service["volumes"]
-    assert volume.split(":") == [*compose["volumes"], environment()["HF_HOME"]]
+    assert [volume.split(":")[0] for volume in service["volumes"]] == [*compose["volumes"]]
+    assert [volume.split(":")[1] for volume in service["volumes"]] == [environment()[name] for name in WRITTEN]
     assert service["shm_size"] == "1gb"
     assert service["stop_grace_period"] == "10s"  # the entrypoint needs up to 5
     assert service["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]

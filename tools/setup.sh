@@ -94,7 +94,7 @@ install_test() {
     pip_install --no-deps -r requirements/test-no-deps.txt
 }
 
-server_files=(requirements/{engine,cpu,gpu,client,no-deps,server-no-deps}.txt backend_src/pyproject.toml)
+server_files=(requirements/{engine,cpu,gpu,client,admin,no-deps,server-no-deps}.txt backend_src/pyproject.toml)
 test_files=(requirements/test.txt requirements/test-no-deps.txt)
 
 [[ $what == server || $what == test ]] || fail "usage: tools/setup.sh [server|test]"
