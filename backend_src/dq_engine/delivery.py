@@ -9,6 +9,7 @@ import time
 import numpy as np
 
 from dq_engine.errors import RequestError
+from dq_engine.joining import Joiner
 from dq_engine.request import Chunk
 from dq_engine.sequence import Sequence
 from dq_engine.vae.stage import DecodedStep
@@ -41,7 +42,7 @@ class Delivery:
         self.vae_seconds = 0.0
         """Time that decoding has taken."""
         self._items: queue.Queue = queue.Queue(maxsize=_MAX_STEPS)
-        self._first_chunk: dict[Sequence, float] = {}
+        self._joiner = Joiner(sample_rate)
         self._thread = threading.Thread(target=self._run, name="dq-delivery", daemon=True)
         self._thread.start()
 
@@ -61,8 +62,7 @@ class Delivery:
     def _run(self) -> None:
         while (item := self._items.get()) is not None:
             if isinstance(item[1], Chunk):
-                self._first_chunk.pop(item[0], None)
-                self._call(*item)
+                self._end(*item)
             else:
                 self._deliver(*item)
 
@@ -78,34 +78,42 @@ class Delivery:
         now = time.monotonic()
         for item in rows:
             try:
-                self._deliver_row(item, audio[item.row], now)
+                self._deliver_row(item, audio[item.row], now, len(rows))
             except Exception as error:  # no memory for the latents, say; the thread must live on for the others
                 logger.exception("delivering a chunk failed")
                 self._break_off(item.sequence, f"delivering the audio failed: {error}")
-
-    def _deliver_row(self, item: Delivered, samples: np.ndarray, now: float) -> None:
-        sequence = item.sequence
-        self._first_chunk.setdefault(sequence, now)
-        if item.finish_reason is None:
+        for sequence, samples in self._joiner.overdue(now):
             self._call(sequence, Chunk(samples))
+
+    def _deliver_row(self, item: Delivered, patch: np.ndarray, now: float, crowd: int) -> None:
+        sequence = item.sequence
+        samples = self._joiner.take(sequence, patch, now, crowd, item.finish_reason is not None)
+        if item.finish_reason is None:
+            if samples is not None:
+                self._call(sequence, Chunk(samples))
             return
-        stats = self._stats(sequence, samples.size)
+        stats = self._stats(sequence, patch.size)
         latents = np.concatenate(sequence.latents) if sequence.return_latents else None
-        self._first_chunk.pop(sequence, None)
+        self._joiner.end(sequence)
         self._call(sequence, Chunk(samples, finish_reason=item.finish_reason, stats=stats, latents=latents))
 
     def _break_off(self, sequence: Sequence, message: str) -> None:
         """End a stream with an error, and have nothing more generated for it."""
-        self._first_chunk.pop(sequence, None)
-        self._call(sequence, Chunk(_NOTHING, error=RequestError("INTERNAL", message)))
+        self._end(sequence, Chunk(_NOTHING, error=RequestError("INTERNAL", message)))
         sequence.stream.cancel()
+
+    def _end(self, sequence: Sequence, chunk: Chunk) -> None:
+        """End a stream before its time; what was held back of it goes out first."""
+        if (held := self._joiner.end(sequence)).size:
+            self._call(sequence, Chunk(held))
+        self._call(sequence, chunk)
 
     def _stats(self, sequence: Sequence, patch_samples: int) -> dict:
         return {
             "seed": sequence.seed,
             "patches": sequence.generated,
             "audio_s": round(sequence.generated * patch_samples / self.sample_rate, 3),
-            "ttfb_ms": round(1e3 * (self._first_chunk[sequence] - sequence.arrival), 2),
+            "ttfb_ms": round(1e3 * (self._joiner.first_chunk_at(sequence) - sequence.arrival), 2),
             "queue_ms": round(1e3 * (sequence.admitted - sequence.arrival), 2),
             "prompt_tokens": sequence.prompt_tokens,
             "cached_tokens": sequence.cached_tokens,
