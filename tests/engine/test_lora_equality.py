@@ -63,7 +63,7 @@ def spoken(case, folder, reference_wav, prompt_wav) -> dict:
     outcomes = {}
     for name, given in fields.items():
         official = case.official if name is None else load_official(case.path, ADAPTERS[name], folder / name)
-        given = {**given, "min_length": 20, "max_length": 24}
+        given = {**given, "min_length": 10, "max_length": 13}
         seed, theirs = official.speak_clearly(given.pop("text"), seeds=range(20), **given)
         outcomes[name] = seed, theirs, fields[name]
     return outcomes
@@ -75,7 +75,7 @@ def request_for(name: str | None, seed: int, fields: dict) -> Request:
         ours["reference_audio"] = fields["reference"].read_bytes()
     if "prompt" in fields:
         ours |= {"prompt_text": fields["prompt"][0], "prompt_audio": fields["prompt"][1].read_bytes()}
-    lengths = {"min_generate_length": 20, "max_generate_length": 24, "return_latents": True}
+    lengths = {"min_generate_length": 10, "max_generate_length": 13, "return_latents": True}
     return Request(lora=name, seed=seed, **lengths, **ours)
 
 
@@ -108,12 +108,12 @@ def test_four_adapters_and_none_in_one_batch(case, spoken, stagger_s):
 
 
 def test_prompts_in_pieces(open_case, folder, spoken):
-    """Chunked prefill and a preemption-prone cache do not mix adapters up."""
+    """Chunked prefill, and slots that adapters of different sizes have one after the other."""
     settings = {"realtime": False, "max_prefill_tokens": 7, "max_prefill_seqs": 2, "lora_max_rank": 20, **ALL}
-    case = open_case(SHAPE, lora_max_loras=4, lora_dir=str(folder), num_kvcache_blocks=14, **settings)
+    case = open_case(SHAPE, lora_max_loras=2, lora_dir=str(folder), **settings)
     for name in ADAPTERS:
         case.engine.register_lora(name, name)
     streams = {n: case.engine.submit(request_for(n, seed, fields)) for n, (seed, _, fields) in spoken.items()}
     for name, stream in streams.items():
         assert_equal(hear(stream), spoken[name][1], case.official)
-    assert case.engine.snapshot()["preemptions"] > 0
+    assert case.engine.snapshot()["lora_evictions"] > 0

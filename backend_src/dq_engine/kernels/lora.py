@@ -20,9 +20,11 @@ except ImportError:  # without a GPU
 TILE_ROWS = 16
 """The most rows in a tile: the fewest that tensor cores multiply at once."""
 _MIN_RANK = 16
-_BLOCK_K, _BLOCK_N = 128, 64
-# Sums are cut into parts of at least so many terms, while there are fewer programs than would fill a GPU.
+_BLOCK_K = 128
+# Sums are cut into parts of at least so many terms, and columns into narrower blocks, while there are fewer programs
+# than would fill a GPU.
 _PART_K, _ENOUGH_PROGRAMS, _MOST_PARTS = 256, 256, 8
+_WIDE_N, _NARROW_N = 128, 64
 
 
 @dataclass(frozen=True)
@@ -187,9 +189,11 @@ def launch_lora_add(
         x, a, rows.tiles, h, k_size, rank, x.stride(0), a.stride(0), a.stride(1), h.stride(0), h.stride(1), parts,
         *shared, _BLOCK_K, precision, num_warps=4, num_stages=3,
     )  # fmt: skip
-    blocks = sum(triton.cdiv(size, _BLOCK_N) for size in sizes)
+    wide = count * sum(sizes) > 2 * _ENOUGH_PROGRAMS * _WIDE_N
+    block = _WIDE_N if wide else _NARROW_N
+    blocks = sum(triton.cdiv(size, block) for size in sizes)
     size0, size1, size2 = (*sizes, 0, 0)[:3]
     _expand[(count, blocks)](
         y, h, b, rows.tiles, rank, y.stride(0), b.stride(0), h.stride(0), h.stride(1), parts, size0, size1, size2,
-        *shared, _BLOCK_N, precision, num_warps=4,
+        *shared, block, precision, num_warps=4,
     )  # fmt: skip

@@ -35,7 +35,7 @@ class SlotLoader:
             self._stream = torch.cuda.Stream(layers.device)
         self._wake = threading.Condition()
         self._pending: dict[int, _Load] = {}
-        """The last load asked for of each slot, the first asked for first; guarded by _wake, as _stopped is."""
+        """The last load asked for of each slot that is to be loaded; guarded by _wake, as _stopped is."""
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="dq-lora-loader", daemon=True)
         self._thread.start()
@@ -50,7 +50,6 @@ class SlotLoader:
             after = torch.cuda.Event()
             after.record(torch.cuda.current_stream(self._layers.device))
         with self._wake:
-            self._pending.pop(slot, None)
             self._pending[slot] = _Load(weights, after)
             self._wake.notify()
 

@@ -124,7 +124,7 @@ class AdapterRegistry:
             RequestError: see `read_adapter`; INVALID_ARG for the name, or when there are too many adapters;
                 UNAVAILABLE while the same name is being changed.
         """
-        if not _NAME.fullmatch(name):
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise invalid("name", "must be 1 to 64 letters, digits, and _ . -")
         with self._lock:
             self._begin(name)
@@ -259,7 +259,6 @@ class AdapterRegistry:
         present = {entry.adapter_id for entry in self._runtime.list_loras()}
         for runtime_id in [i for i in self._adapters if i not in present]:
             adapter = self._adapters.pop(runtime_id)
-            adapter.loaded = False
             for slot in [slot for slot, owner in self._owners.items() if owner is adapter]:
                 del self._owners[slot]
 
