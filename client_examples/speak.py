@@ -48,13 +48,15 @@ def main() -> None:
     parser.add_argument("text", help="what to say")
     parser.add_argument("--url", default="localhost:8001", help="gRPC address of the server (%(default)s)")
     parser.add_argument("--control", help="description of the voice or the style")
+    parser.add_argument("--voice", help="name of a stored voice")
     parser.add_argument("--reference", type=Path, metavar="WAV", help="recording of the voice to clone")
     parser.add_argument("--prompt-audio", type=Path, metavar="WAV", help="recording to continue, with --prompt-text")
     parser.add_argument("--prompt-text", help="the words of --prompt-audio")
     parser.add_argument("--seed", type=int, help="the same seed gives the same audio; drawn if absent")
     parser.add_argument("--output", default="out.wav", help="the file to write (%(default)s)")
     args = parser.parse_args()
-    fields = {"text": args.text, "control": args.control, "prompt_text": args.prompt_text, "seed": args.seed}
+    names = ("text", "control", "voice", "prompt_text", "seed")
+    fields = {name: getattr(args, name) for name in names}
     fields["reference_audio"] = args.reference and args.reference.read_bytes()
     fields["prompt_audio"] = args.prompt_audio and args.prompt_audio.read_bytes()
     fields = {name: value for name, value in fields.items() if value is not None} | {"output_format": "pcm16"}

@@ -42,6 +42,18 @@ def test_the_commands(server, folder):
     assert answers["undrain"] == {"draining": False}
 
 
+def test_a_stored_voice_with_the_client_examples(server, folder):
+    register = f".venv/bin/voxcpm-admin --url {server.grpc_url} voices register eve --reference voice.wav"
+    subprocess.run(["bash", "-ec", register], cwd=folder, check=True, capture_output=True, timeout=60)
+    for script, url in ("speak.py", server.grpc_url), ("speak_http.py", f"http://{server.http_url}"):
+        words = [ROOT / "client_examples" / script, "hello there", "--url", url, "--output", folder / "out.wav"]
+        for voice, status in ("eve", 0), ("adam", 1):
+            command = [sys.executable, *words, "--voice", voice]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            assert done.returncode == status, done.stderr
+        assert 'there is no stored voice named "adam"' in done.stderr
+
+
 def test_the_example(server, folder):
     (code,) = blocks("python")
     code = code.replace("localhost:8000", server.http_url)
