@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import soxr
-from recognizer import SAMPLE_RATE, Recognizer, words_right
+from recognizer import SAMPLE_RATE, Recognizer
 from speaker import SpeakerModel
 
 _HOP = SAMPLE_RATE // 100
@@ -15,8 +15,8 @@ LONGEST_PAUSE_S = 0.4
 LATEST_STOP_S = 0.5
 _CUT_OFF = 0.25
 """Sound that goes on at this share of the loudest in the last 10 ms was cut off."""
-LONGEST_SENTENCE_S = 4.5
-"""flite's longest matrix sentence takes 2.8 s."""
+LONGEST_WORD_S = 0.9
+"""On average over a sentence; flite's slowest matrix sentence takes 0.56 s a word."""
 SAME_AUDIO = 1e-3
 
 
@@ -25,7 +25,7 @@ class Verdict:
     """Of one sentence.
 
     Args:
-        words: of five, right and in their places.
+        words, of_words: right, and all.
         voice: whose it is, by the speaker model.
         pause_s: the longest pause inside the speech.
         tail_s: from the last sound to the end.
@@ -35,6 +35,7 @@ class Verdict:
     """
 
     words: int
+    of_words: int
     voice: str
     seconds: float
     pause_s: float
@@ -60,20 +61,23 @@ class Judge:
         self._recognizer, self._speakers = Recognizer(), speakers
 
     def listen(self, sentence: str, samples: np.ndarray, sample_rate: int, finish_reason: str) -> Verdict:
-        """Judge float32 [n] that should say the matrix sentence."""
+        """Judge float32 [n] that should say the sentence."""
         heard = soxr.resample(samples, sample_rate, SAMPLE_RATE).astype(np.float32)
         level = np.sqrt((heard[: len(heard) // _HOP * _HOP].reshape(-1, _HOP) ** 2).mean(1))
         sound = np.flatnonzero(level > _SOUND * level.max()) if level.size else np.array([], int)
         pause = np.diff(sound).max(initial=1) - 1
         tail = len(level) - 1 - sound[-1] if len(sound) else len(level)
+        words, of_words = self._recognizer.words_right(sentence, heard)
         return Verdict(
-            words=words_right(sentence, self._recognizer.words(heard)),
+            words=words,
+            of_words=of_words,
             voice=self._speakers.recognize(heard),
             seconds=len(samples) / sample_rate,
             pause_s=float(pause / 100),
             tail_s=float(tail / 100),
             cut_off=not len(sound) or bool(level[-1] > _CUT_OFF * level.max()),
-            runaway=finish_reason != "stop" or len(samples) > LONGEST_SENTENCE_S * sample_rate,
+            runaway=finish_reason != "stop"
+            or len(samples) > (1 + LONGEST_WORD_S * len(sentence.split())) * sample_rate,
             clipped=int((np.abs(samples) >= 0.999).sum()),
         )
 
@@ -88,7 +92,7 @@ def summary(verdicts: Sequence[Verdict], voices: Sequence[str | None]) -> dict:
     asked = [(verdict.voice, voice) for verdict, voice in zip(verdicts, voices, strict=True) if voice is not None]
     return {
         "sentences": count,
-        "words_right": sum(v.words for v in verdicts) / (5 * count),
+        "words_right": sum(v.words for v in verdicts) / sum(v.of_words for v in verdicts),
         "voice_right": sum(heard == voice for heard, voice in asked) / len(asked) if asked else None,
         "stopped_in_time": sum(v.stopped_in_time for v in verdicts) / count,
         "long_pauses": sum(v.pause_s > LONGEST_PAUSE_S for v in verdicts),

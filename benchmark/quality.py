@@ -22,7 +22,7 @@ from judge import SAME_AUDIO, Judge, difference, summary
 from quality_plot import plot
 from speaker import SAMPLE_RATE, SpeakerModel, train_speaker_model
 from speaking import EngineSpeaking, Speaking, Spoken, TritonSpeaking
-from utterances import MODES, PROMPTS, RECORDINGS, REFERENCES, VOICES, Utterance, make_utterances
+from utterances import MATRIX_MODES, MODES, PROMPTS, RECORDINGS, REFERENCES, VOICES, Utterance, make_utterances
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 SPEAKERS = Path(__file__).resolve().parent / "speakers.npz"
@@ -30,6 +30,8 @@ LEAVERS = {"min_generate_length": 60, "max_generate_length": 60}
 LEAVE_AFTER = (3, 24)
 """Chunks; in turn. Those that stay long take blocks of the KV cache from others."""
 LIMITS = {"words_right": 0.97, "voice_right": 0.95, "stopped_in_time": 0.98}
+FREE_WORDS_RIGHT = 0.75
+"""The recognizer finds 89% of flite's own."""
 LOST_UNDER_LOAD = 0.005
 """Of the words that are right in the first row, so much may be wrong in another."""
 
@@ -67,7 +69,7 @@ async def speak_all(
 
 
 def figures(judge: Judge, utterances: list[Utterance], spoken: list[Spoken], alone: list[Spoken]) -> dict:
-    """The figures of a row, over all and by mode.
+    """The figures of a row, over all (words: of matrix sentences only, whose recognition is sure) and by mode.
 
     Args:
         alone: the same utterances, spoken one at a time.
@@ -78,12 +80,14 @@ def figures(judge: Judge, utterances: list[Utterance], spoken: list[Spoken], alo
     ]
     differences = [difference(s.samples, a.samples) for s, a in zip(spoken, alone, strict=True)]
     row = summary(verdicts, [u.voice for u in utterances])
-    row["same_audio"] = sum(d <= SAME_AUDIO for d in differences) / len(differences)
-    row["cached_tokens"] = sum(s.stats["cached_tokens"] for s in spoken)
     row["modes"] = {}
     for mode in dict.fromkeys(u.mode for u in utterances):
         own = [index for index, utterance in enumerate(utterances) if utterance.mode == mode]
         row["modes"][mode] = summary([verdicts[i] for i in own], [utterances[i].voice for i in own])
+    matrix = [verdict for verdict, u in zip(verdicts, utterances, strict=True) if u.mode != "free"]
+    row["words_right"] = sum(v.words for v in matrix) / sum(v.of_words for v in matrix) if matrix else None
+    row["same_audio"] = sum(d <= SAME_AUDIO for d in differences) / len(differences)
+    row["cached_tokens"] = sum(s.stats["cached_tokens"] for s in spoken)
     return row
 
 
@@ -109,9 +113,13 @@ def failures(rows: list[dict], same_audio: bool) -> list[str]:
     """
     found = []
     for row in rows:
-        limits = dict(LIMITS, words_right=max(LIMITS["words_right"], rows[0]["words_right"] - LOST_UNDER_LOAD))
+        limits = dict(LIMITS)
+        if rows[0]["words_right"] is not None:
+            limits["words_right"] = max(limits["words_right"], rows[0]["words_right"] - LOST_UNDER_LOAD)
         if same_audio:
             limits["same_audio"] = 1.0
+        if "free" in row["modes"] and (right := row["modes"]["free"]["words_right"]) < FREE_WORDS_RIGHT:
+            found.append(f"{row['streams']} streams: of free sentences only {100 * right:.2f}% of the words are right")
         for name, least in limits.items():
             if row[name] is not None and row[name] < least - 1e-9:
                 found.append(f"{row['streams']} streams: {name} is {100 * row[name]:.2f}%, not {100 * least:.2f}%")
@@ -119,10 +127,11 @@ def failures(rows: list[dict], same_audio: bool) -> list[str]:
 
 
 def _line(row: dict) -> str:
+    words = "-" if row["words_right"] is None else f"{100 * row['words_right']:.2f}%"
     voice = "" if row["voice_right"] is None else f"voice {100 * row['voice_right']:.1f}%, "
     modes = ", ".join(f"{mode} {100 * figures['words_right']:.1f}%" for mode, figures in row["modes"].items())
     return (
-        f"{row['streams']} streams: words right {100 * row['words_right']:.2f}% ({modes}), {voice}"
+        f"{row['streams']} streams: words right {words} ({modes}), {voice}"
         f"stopped in time {100 * row['stopped_in_time']:.1f}%, the same audio {100 * row['same_audio']:.1f}%; "
         f"long pauses {row['long_pauses']}, cut off {row['cut_off']}, runaway {row['runaway']}, "
         f"clipped {row['clipped']} of {row['sentences']}; {row['seconds']:.0f} s of audio in {row['wall_s']:.0f} s"
@@ -135,7 +144,7 @@ def measure(
     target: Annotated[str, typer.Argument(help="a checkpoint directory; for triton host:port of its gRPC")],
     streams: Annotated[str, typer.Option(help="at once, a row each; the first is what the others must equal")] = "1,32",
     sentences: Annotated[int, typer.Option(min=1, max=5000)] = 200,
-    modes: Annotated[str, typer.Option(help="of " + ", ".join(MODES))] = ",".join(MODES),
+    modes: Annotated[str, typer.Option(help="of " + ", ".join(MODES))] = ",".join(MATRIX_MODES),
     seed: Annotated[int, typer.Option(help="of sentences and noise")] = 0,
     kv_blocks: Annotated[int, typer.Option(min=0, help="engine: so few that streams are preempted; 0 = enough")] = 0,
     same_audio: Annotated[bool, typer.Option(help="all rows' audio must be the first's, as it is in float32")] = False,

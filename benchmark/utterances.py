@@ -1,4 +1,4 @@
-"""What the quality measure has spoken: matrix sentences that the small model was not trained on, in every mode."""
+"""What the quality measure has spoken: sentences that the small model was not trained on, in every mode."""
 
 import random
 import sys
@@ -9,9 +9,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 from train_small.flite import VOICES  # noqa: E402
-from train_small.sentences import matrix_sentence  # noqa: E402
+from train_small.sentences import free_sentence, matrix_sentence  # noqa: E402
 
-MODES = ("zero-shot", "control", "reference", "continuation")
+MATRIX_MODES = ("zero-shot", "control", "reference", "continuation")
+MODES = (*MATRIX_MODES, "free")
+"""In "free" sentences are free English, with the voice as control."""
 RECORDINGS = Path(__file__).resolve().parent / "recordings"
 REFERENCES = {
     "slt": "william kept seven green chairs",
@@ -44,7 +46,7 @@ class Utterance:
     def fields(self) -> dict:
         """The request's inputs, by the names of the contract."""
         fields = {"text": self.sentence, "seed": self.seed}
-        if self.mode == "control":
+        if self.mode in ("control", "free"):
             fields["control"] = self.voice
         elif self.mode == "reference":
             fields["reference_audio"] = (RECORDINGS / f"{self.voice}_reference.flac").read_bytes()
@@ -55,17 +57,16 @@ class Utterance:
         return fields
 
 
-def make_utterances(count: int, seed: int, modes: tuple[str, ...] = MODES) -> list[Utterance]:
+def make_utterances(count: int, seed: int, modes: tuple[str, ...] = MATRIX_MODES) -> list[Utterance]:
     """Utterances of all modes and voices in turn, no sentence twice."""
     rng = random.Random(seed)
-    sentences: dict[str, None] = {}
-    while len(sentences) < count:
-        sentence = matrix_sentence(rng, held_out=True)
-        if sentence not in (*REFERENCES.values(), *PROMPTS.values()):
-            sentences[sentence] = None
+    used = {*REFERENCES.values(), *PROMPTS.values()}
     utterances = []
-    for index, sentence in enumerate(sentences):
+    for index in range(count):
         mode = modes[index % len(modes)]
+        while (sentence := free_sentence(rng) if mode == "free" else matrix_sentence(rng, held_out=True)) in used:
+            pass
+        used.add(sentence)
         voice = None if mode == "zero-shot" else VOICES[index // len(modes) % len(VOICES)]
         utterances.append(Utterance(sentence, mode, voice, rng.randrange(2**31)))
     return utterances

