@@ -76,6 +76,7 @@ class DqCoreEngine:
             min(self._limits.max_model_len, self._limits.kv_tokens),
             BLOCK_SIZE,
             checkpoint.config.lm_config.vocab_size,
+            checkpoint.first_generation,
         )
         scheduler = Scheduler(
             BlockPool(self._limits.num_kv_blocks, BLOCK_SIZE),
@@ -143,6 +144,7 @@ class DqCoreEngine:
                 raise RequestError("NOT_FOUND", f'voice: there is no stored voice named "{request.voice}"')
             request = self.voices.get(request.voice).apply(request)
         request.validate(self.feat_dim, self.patch_size)
+        self._prompts.check(request)
         if request.lora is None:
             return self._submit(request, on_chunk, None)
         if self._adapters is None:

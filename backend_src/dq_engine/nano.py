@@ -73,6 +73,7 @@ with _standing_in(_GPU_ONLY):
     )
     from nanovllm_voxcpm.layers.lora import iter_lora_modules
     from nanovllm_voxcpm.lora import LoRAAvailability, set_backend_for_testing
+    from nanovllm_voxcpm.models.voxcpm.config import AudioVAEConfig, VoxCPMConfig
     from nanovllm_voxcpm.models.voxcpm2.config import AudioVAEV2Config, LoRAConfig, VoxCPM2Config
     from nanovllm_voxcpm.models.voxcpm2.lora_loader import _strip_known_prefixes as strip_adapter_prefixes
     from nanovllm_voxcpm.models.voxcpm2.model import (
@@ -103,12 +104,33 @@ __all__ = [
     "VoxCPM2LocDiT",
     "VoxCPM2Model",
     "adapter_rows",
+    "as_second_generation",
     "causal_padding",
     "copy_weight",
     "lora_layers",
     "mask_multichar_chinese_tokens",
+    "pad_as_first_generation",
     "strip_adapter_prefixes",
 ]
+
+
+def as_second_generation(raw: dict) -> VoxCPM2Config:
+    """The configuration of a VoxCPM 0.5B or 1.5 as that of a VoxCPM2 of the same sizes.
+
+    Raises:
+        ValidationError: of pydantic; `raw` describes no such model.
+    """
+    config = VoxCPMConfig.model_validate(raw)
+    vae = (config.audio_vae_config or AudioVAEConfig()).model_dump()
+    vae |= {"out_sample_rate": vae["sample_rate"], "sr_bin_boundaries": None}
+    return VoxCPM2Config.model_validate({**config.model_dump(), "audio_vae_config": vae})
+
+
+def pad_as_first_generation(vae: AudioVAEV2) -> None:
+    """Give an encoder's strided convolutions the padding of VoxCPM 0.5B and 1.5: one more where the stride is odd."""
+    for module in vae.encoder.modules():
+        if isinstance(module, CausalConv1d):
+            module._CausalConv1d__output_padding = 0
 
 
 def causal_padding(conv: CausalConv1d) -> int:

@@ -119,8 +119,7 @@ class Runner:
         """
         buckets = batch_buckets(self.scratch_slot)
         slots = torch.full((1,), self.scratch_slot, device=self.device)
-        width = self.diffusion.estimator.in_proj.out_features
-        mu = torch.zeros(1, 2 * width, dtype=self.dtype, device=self.device)
+        mu = torch.zeros(1, self.backbone.mu_size, dtype=self.dtype, device=self.device)
         pool = None
         for adapters in (False, True) if self._lora is not None else (False,):
             name = " with adapters" if adapters else ""

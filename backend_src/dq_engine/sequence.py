@@ -21,7 +21,7 @@ GUARD_PATCHES_PER_TOKEN, GUARD_PATCHES = 6, 10
 MAX_PATCHES = 2000
 DEFAULT_MIN_LENGTH = 2
 # The official decoder of a continuation starts from the last patches of the prompt (of the reference too, if shorter).
-CONTEXT_PATCHES = 3
+CONTEXT_PATCHES, CONTEXT_PATCHES_OF_FIRST_GENERATION = 3, 2
 
 
 @dataclass(eq=False)
@@ -36,6 +36,7 @@ class Sequence:
         keys: of each full block of the prompt, what it and all before it hold (see `block_keys`).
         min_length: a stop is obeyed after patch i (from 0) if i > min_length.
         max_patches: most patches to generate.
+        context_patches: of the prompt, those that the decoder has to have seen.
         adapter: the hold on the adapter that it uses.
     """
 
@@ -50,6 +51,7 @@ class Sequence:
     min_length: int
     max_patches: int
     return_latents: bool
+    context_patches: int = CONTEXT_PATCHES
     adapter: Lease | None = None
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
@@ -104,7 +106,7 @@ class Sequence:
         """float32 [patches, patch_size, feat_dim], what the decoder has to have seen before a continuation begins."""
         if self.last_patch is None:
             return None
-        return self.patches[-CONTEXT_PATCHES:]
+        return self.patches[-self.context_patches :]
 
     def rewind(self, block_size: int, vae_state: torch.Tensor) -> None:
         """Prepare to be taken in again after a preemption: what was generated becomes part of the tokens.
@@ -158,6 +160,7 @@ class PromptBuilder:
         max_model_len: most tokens and patches of one stream.
         block_size: tokens of a KV block.
         vocab_size: token ids are below it.
+        first_generation: of VoxCPM 0.5B or 1.5, which know neither references nor descriptions.
     """
 
     def __init__(
@@ -168,7 +171,9 @@ class PromptBuilder:
         max_model_len: int,
         block_size: int,
         vocab_size: int,
+        first_generation: bool = False,
     ) -> None:
+        self._first_generation = first_generation
         self.patch_size, self.feat_dim, self.max_model_len = patch_size, feat_dim, max_model_len
         self.block_size, self.vocab_size = block_size, vocab_size
         self._tokenizer = tokenizer
@@ -177,6 +182,18 @@ class PromptBuilder:
     def tokenize(self, text: str) -> list[int]:
         with self._lock:
             return self._tokenizer(text)
+
+    def check(self, request: Request) -> None:
+        """Refuse what the model does not know.
+
+        Raises:
+            RequestError: INVALID_ARG, naming the field.
+        """
+        if not self._first_generation:
+            return
+        for name in ("control", "reference_audio", "reference_latents"):
+            if getattr(request, name) is not None:
+                raise invalid(name, "is for VoxCPM2; this model, a VoxCPM 0.5B or 1.5, has the voice of a prompt only")
 
     def build(self, request: Request, stream: Stream, seed: int, adapter: Lease | None = None) -> Sequence:
         """Lay the request's tokens out: [reference] text [prompt].
@@ -234,5 +251,6 @@ class PromptBuilder:
             min_length=DEFAULT_MIN_LENGTH if low is None else low,
             max_patches=high,
             return_latents=request.return_latents,
+            context_patches=CONTEXT_PATCHES_OF_FIRST_GENERATION if self._first_generation else CONTEXT_PATCHES,
             adapter=adapter,
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from reference.official import quiet, voxcpm2
+from reference.official import quiet, voxcpm1, voxcpm2
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaTokenizerFast
@@ -32,6 +32,7 @@ class Shape:
         stop_offset: subtracted from the stop head's logit for "stop", whose spread is about 2.
         extended_positions: of the positions' embedding, beyond what it was trained for (LongRoPE's long factors).
         vae: overrides in audio_vae_config.
+        first_generation: of VoxCPM 0.5B and 1.5.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Shape:
     extended_positions: bool = False
     stop_offset: float = 2.0
     vae: dict = field(default_factory=lambda: SHORT_FRAMES)
+    first_generation: bool = False
 
 
 SHAPES = [
@@ -107,17 +109,49 @@ SHAPES = [
 ]
 
 
+# VoxCPM 0.5B and 1.5 as they are, but small: patches of 2 frames of 16 kHz, and of 4 of 44.1 kHz.
+FIRST_GENERATION = [
+    Shape(
+        "voxcpm-0.5b",
+        seed=11,
+        patch_size=2,
+        residual_layers=2,
+        first_generation=True,
+        vae={"encoder_dim": 4, "encoder_rates": [2, 5, 4], "decoder_dim": 32, "decoder_rates": [5, 4, 2]},
+    ),
+    Shape(
+        "voxcpm-1.5",
+        seed=12,
+        heads=8,
+        kv_heads=4,
+        head_dim=8,
+        mean_mode=True,
+        first_generation=True,
+        vae={
+            "encoder_dim": 4,
+            "encoder_rates": [2, 3, 7],
+            "decoder_dim": 32,
+            "decoder_rates": [7, 3, 2],
+            "sample_rate": 44_100,
+        },
+    ),
+]
+
+
 def make_checkpoint(path: Path, shape: Shape) -> Path:
     """Write a checkpoint: config.json, model.safetensors, audiovae.pth and the tokenizer's two files."""
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(_config(shape), indent=1))
     _write_tokenizer(path)
-    config = voxcpm2.VoxCPMConfig.model_validate(_config(shape))
+    package = voxcpm1 if shape.first_generation else voxcpm2
+    config = package.VoxCPMConfig.model_validate(_config(shape))
     generator = torch.Generator().manual_seed(shape.seed)
     with torch.random.fork_rng(), quiet():
         torch.manual_seed(shape.seed)
-        vae = voxcpm2.AudioVAEV2(config=config.audio_vae_config)
-        model = voxcpm2.VoxCPM2Model(config, LlamaTokenizerFast.from_pretrained(path), vae, device="cpu")
+        first = shape.first_generation
+        vae = (voxcpm1.AudioVAE if first else voxcpm2.AudioVAEV2)(config=config.audio_vae_config)
+        kind = voxcpm1.VoxCPMModel if first else voxcpm2.VoxCPM2Model
+        model = kind(config, LlamaTokenizerFast.from_pretrained(path), vae, device="cpu")
     _randomize_vae(vae, generator)
     _randomize_model(model, shape, generator)
     state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("audio_vae.")}
@@ -133,7 +167,7 @@ def _config(shape: Shape) -> dict:
     # The local models share the language model's rotary factors, so their heads must be as wide.
     local |= {"num_layers": shape.local_layers, "kv_channels": head_dim}
     return {
-        "architecture": "voxcpm2",
+        "architecture": "voxcpm" if shape.first_generation else "voxcpm2",
         "lm_config": {
             "bos_token_id": 1,
             "eos_token_id": 2,
@@ -167,6 +201,7 @@ def _config(shape: Shape) -> dict:
         "encoder_config": local,
         "dit_config": {**local, "dit_mean_mode": shape.mean_mode, "cfm_config": {"inference_cfg_rate": 2.0}},
         "audio_vae_config": {**shape.vae, "latent_dim": shape.feat_dim},
+        "dit_mean_mode": shape.mean_mode,  # where VoxCPM 0.5B and 1.5 have it
         "max_length": 512,
         "device": "cpu",
         "dtype": "float32",

@@ -4,6 +4,7 @@ import contextlib
 import importlib.machinery
 import importlib.util
 import io
+import json
 import sys
 import types
 import warnings
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import soundfile
 import torch
 import transformers  # noqa: F401  before the stand-in below: it looks for torchaudio when it is imported
 
@@ -29,7 +31,7 @@ def quiet():
 
 @contextlib.contextmanager
 def _torchaudio_standing_in():
-    """The package imports torchaudio for VoxCPM 1 only; nothing here calls it."""
+    """The package imports torchaudio to read VoxCPM 1's recordings; nothing here calls it."""
     if importlib.util.find_spec("torchaudio") is not None:
         yield
         return
@@ -43,10 +45,11 @@ def _torchaudio_standing_in():
 
 
 with _torchaudio_standing_in(), quiet():
+    import voxcpm.model.voxcpm as voxcpm1
     import voxcpm.model.voxcpm2 as voxcpm2
     from voxcpm import VoxCPM
 
-voxcpm2.tqdm = lambda iterable: iterable  # a progress bar for every request would bury the tests' output
+voxcpm1.tqdm = voxcpm2.tqdm = lambda iterable: iterable  # a progress bar for every request would bury the tests' output
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,14 @@ class Official:
     """
 
     def __init__(self, path: Path) -> None:
+        self.first_generation = json.loads((path / "config.json").read_text())["architecture"] == "voxcpm"
+        kind = voxcpm1.VoxCPMModel if self.first_generation else voxcpm2.VoxCPM2Model
         with quiet():
-            self.model = voxcpm2.VoxCPM2Model.from_local(str(path), optimize=False, device="cpu")
+            self.model = kind.from_local(str(path), optimize=False, device="cpu")
         assert self.model.config.dtype == "float32"
         self.patch_size, self.feat_dim = self.model.patch_size, self.model.feat_dim
-        self.patch_samples = self.patch_size * self.model._decode_chunk_size
+        self._frame_samples = self.model.chunk_size if self.first_generation else self.model._decode_chunk_size
+        self.patch_samples = self.patch_size * self._frame_samples
         # The pipeline around the model, without the denoiser that its constructor would download.
         self._pipeline = object.__new__(VoxCPM)
         self._pipeline.tts_model, self._pipeline.denoiser, self._pipeline.text_normalizer = self.model, None, None
@@ -97,15 +103,25 @@ class Official:
     @torch.inference_mode()
     def encode(self, recording: Path, purpose: str) -> np.ndarray:
         """Latents of a recording, float32 [frames, feat_dim]; purpose "reference" or "prompt"."""
+        if self.first_generation:
+            return self._encode_prompt(recording)
         padding = {"reference": "right", "prompt": "left"}[purpose]
         return self.model._encode_wav(str(recording), padding_mode=padding).reshape(-1, self.feat_dim).numpy()
+
+    def _encode_prompt(self, recording: Path) -> np.ndarray:
+        """As in VoxCPM 1's `build_prompt_cache`, for a mono recording at the model's rate, without torchaudio."""
+        samples, rate = soundfile.read(recording, dtype="float32")
+        assert rate == self.model.sample_rate and samples.ndim == 1
+        missing = -len(samples) % self.patch_samples
+        wave = torch.nn.functional.pad(torch.from_numpy(samples)[None], (missing, 0))
+        return self.model.audio_vae.encode(wave, rate)[0].T.contiguous().numpy()
 
     @torch.inference_mode()
     def decode(self, latents: np.ndarray, context: np.ndarray | None = None) -> np.ndarray:
         """Offline decode of latents [frames, feat_dim] after `context`, whose own audio is cut off; float32 [n]."""
         frames = latents if context is None else np.concatenate([context, latents])
         audio = self.model.audio_vae.decode(torch.from_numpy(frames.T.copy())[None])
-        return audio[0, 0, len(frames[: len(frames) - len(latents)]) * self.model._decode_chunk_size :].numpy()
+        return audio[0, 0, len(frames[: len(frames) - len(latents)]) * self._frame_samples :].numpy()
 
     def speak(
         self,
@@ -196,6 +212,8 @@ class Official:
             for hook in hooks:
                 hook.remove()
         latents = captured[0][1].reshape(-1, self.feat_dim).numpy()
+        if self.first_generation:  # it returns what the decoder starts from, too
+            latents = latents[-len(flags) * self.patch_size :]
         patches = len(latents) // self.patch_size
         stopped = flags[-1] and patches - 1 > min_length
         assert stopped or patches == limits[0]

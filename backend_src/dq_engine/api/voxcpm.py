@@ -87,6 +87,7 @@ def _trained_length(path) -> int:
     file = path / "config.json"
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-        return min(raw.get("max_length", 8192), raw["lm_config"]["max_position_embeddings"])
+        longest = raw.get("max_length", 8192 if raw.get("architecture") == "voxcpm2" else 4096)
+        return min(longest, raw["lm_config"]["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is not the configuration of a VoxCPM2 checkpoint ({error!r})") from None
+        raise CheckpointError(f"{file} is not the configuration of a VoxCPM checkpoint ({error!r})") from None

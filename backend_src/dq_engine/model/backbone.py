@@ -32,7 +32,7 @@ class Backbone:
     """LocEnc and the two language models of VoxCPM2, on the modules of nano-vllm-voxcpm.
 
     Args:
-        model: the weights.
+        model: the weights. Without `fusion_concat_proj`, as in VoxCPM 0.5B and 1.5, what it would join is added.
         attention: the `attention` setting.
     """
 
@@ -44,6 +44,7 @@ class Backbone:
         self.residual_lm = PagedTransformer(lms[1], self.attention, len(lms[0].layers))
         self.encoder = LocalTransformer(model.feat_encoder.encoder)
         self.hidden_size: int = model.enc_to_lm_proj.weight.size(0)
+        self.mu_size: int = (1 if model.fusion_concat_proj is None else 2) * model.lm_to_dit_proj.weight.size(0)
 
     def encode(self, patches: torch.Tensor) -> torch.Tensor:
         """LocEnc: [A, patch_size, feat_dim] to the language models' input, [A, hidden]."""
@@ -56,7 +57,7 @@ class Backbone:
         """Take tokens of prompts in; `attention.metadata` must have been set.
 
         Returns:
-            mu: [R, 2 * dit_hidden], LocDiT's conditioning for the patch after each sampled token.
+            mu: [R, mu_size], LocDiT's conditioning for the patch after each sampled token.
             stop: bool [R], whether the model would stop after that patch.
         """
         m = self.model
@@ -75,10 +76,14 @@ class Backbone:
         return self._heads(hidden, self._residual(hidden, embeds, positions))
 
     def _residual(self, hidden: torch.Tensor, patch_embeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        fused = self.model.fusion_concat_proj(torch.cat([hidden, patch_embeds], dim=-1))
+        if self.model.fusion_concat_proj is None:
+            fused = hidden + patch_embeds
+        else:
+            fused = self.model.fusion_concat_proj(torch.cat([hidden, patch_embeds], dim=-1))
         return self.residual_lm.forward(fused, positions)
 
     def _heads(self, hidden: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         m = self.model
-        mu = torch.cat([m.lm_to_dit_proj(hidden), m.res_to_dit_proj(residual)], dim=-1)
+        mu = [m.lm_to_dit_proj(hidden), m.res_to_dit_proj(residual)]
+        mu = mu[0] + mu[1] if m.fusion_concat_proj is None else torch.cat(mu, dim=-1)
         return mu, m.stop_head(m.stop_actn(m.stop_proj(hidden))).argmax(dim=-1) == 1

@@ -1,4 +1,4 @@
-"""Loading a VoxCPM2 checkpoint: config.json, *.safetensors, audiovae.pth or audiovae.safetensors, a tokenizer."""
+"""Loading a checkpoint, of VoxCPM2 or VoxCPM 0.5B and 1.5: config.json, the weights, the AudioVAE's, a tokenizer."""
 
 import contextlib
 import json
@@ -18,7 +18,15 @@ from transformers import LlamaTokenizerFast
 
 from dq_engine.errors import CheckpointError
 from dq_engine.lora.layers import LoraLayers, LoraSettings
-from dq_engine.nano import AudioVAEV2, VoxCPM2Config, VoxCPM2Model, copy_weight, mask_multichar_chinese_tokens
+from dq_engine.nano import (
+    AudioVAEV2,
+    VoxCPM2Config,
+    VoxCPM2Model,
+    as_second_generation,
+    copy_weight,
+    mask_multichar_chinese_tokens,
+    pad_as_first_generation,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +43,8 @@ class Checkpoint:
         vae: the AudioVAE in float32 on the device.
         tokenizer: text -> token ids, Chinese tokens of several characters split into single ones.
         mean_mode: LocDiT is conditioned on the length of its Euler steps.
+        first_generation: VoxCPM 0.5B or 1.5. `config` is that of a VoxCPM2 of the same sizes then, and the model has no
+            `fusion_concat_proj`.
         lora: the model's layers that take adapters, if it was loaded with any.
     """
 
@@ -43,6 +53,7 @@ class Checkpoint:
     vae: AudioVAEV2
     tokenizer: Callable[[str], list[int]]
     mean_mode: bool
+    first_generation: bool
     lora: LoraLayers | None
 
 
@@ -62,19 +73,25 @@ def load_checkpoint(
     Raises:
         CheckpointError: something is missing, unreadable or not supported; says which and how to mend it.
     """
-    config, mean_mode = _read_config(path)
+    config, mean_mode, first_generation = _read_config(path)
+    if first_generation and lora is not None:
+        raise CheckpointError(f"{path} is a VoxCPM 0.5B or 1.5: adapters are for VoxCPM2; set lora_max_loras to 0")
     progress("tokenizer", 0.0)
     tokenizer = _load_tokenizer(path)
     with _default_dtype(dtype), torch.device(device):
         model = VoxCPM2Model(config, timesteps, None if lora is None else lora.model_config())
+    if first_generation:
+        model.fusion_concat_proj = None
     layers = None if lora is None else LoraLayers(model, lora)
     _load_weights(model, path, progress)
     progress("audio VAE", 0.0)
     vae = _load_vae(config, path).to(device)
+    if first_generation:
+        pad_as_first_generation(vae)
     for module in (model, vae):
         module.eval().requires_grad_(False)
     progress("audio VAE", 1.0)
-    return Checkpoint(config, model, vae, tokenizer, mean_mode, layers)
+    return Checkpoint(config, model, vae, tokenizer, mean_mode, first_generation, layers)
 
 
 @contextlib.contextmanager
@@ -87,33 +104,36 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _read_config(path: Path) -> tuple[VoxCPM2Config, bool]:
+def _read_config(path: Path) -> tuple[VoxCPM2Config, bool, bool]:
+    """The configuration, mean_mode and first_generation, as in `Checkpoint`."""
     file = path / "config.json"
     if not file.is_file():
         raise CheckpointError(
-            f"{path} has no config.json: it is not a VoxCPM2 checkpoint, or its download is incomplete"
+            f"{path} has no config.json: it is not a VoxCPM checkpoint, or its download is incomplete"
         )
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{file} is not valid JSON ({error}); download it again") from None
     architecture = str(raw.get("architecture", "voxcpm")).lower() if isinstance(raw, dict) else "unknown"
-    if architecture != "voxcpm2":
+    if architecture not in ("voxcpm", "voxcpm2"):
         raise CheckpointError(
-            f'{file} has architecture "{architecture}"; only "voxcpm2" is supported, such as openbmb/VoxCPM2'
+            f'{file} has architecture "{architecture}"; "voxcpm2", such as openbmb/VoxCPM2, and "voxcpm" are supported'
         )
+    first_generation = architecture == "voxcpm"
     try:
-        config = VoxCPM2Config.model_validate(raw)
+        config = as_second_generation(raw) if first_generation else VoxCPM2Config.model_validate(raw)
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise CheckpointError(f"{file} does not describe a VoxCPM2 model: {faults}") from None
+        raise CheckpointError(f"{file} does not describe a {architecture} model: {faults}") from None
     if config.lm_config.use_mup:
         raise CheckpointError(
             f"{file} has lm_config.use_mup = true, which is not supported; use a checkpoint trained without mup"
         )
     if config.audio_vae_config is None:
         raise CheckpointError(f"{file} has no audio_vae_config; take config.json from the checkpoint's own repository")
-    return config, bool(raw["dit_config"].get("dit_mean_mode", False))
+    mean_mode = (raw if first_generation else raw["dit_config"]).get("dit_mean_mode", False)
+    return config, bool(mean_mode), first_generation
 
 
 def _load_tokenizer(path: Path) -> Callable[[str], list[int]]:

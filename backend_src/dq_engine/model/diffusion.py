@@ -54,7 +54,8 @@ class Diffusion:
 
         Args:
             noise: [R, patch_size, feat_dim], already scaled by the temperature.
-            mu: [R, 2 * hidden].
+            mu: [R, 2 * hidden], two tokens of the condition; [R, hidden] in VoxCPM 0.5B and 1.5, which add it to the
+                token of the time.
             condition: [R, patch_size, feat_dim], the patch before (zeros where there is none).
             cfg_value: [R].
 
@@ -69,7 +70,8 @@ class Diffusion:
         guidance = cfg_value[:, None, None]
         x = noise
         for dt, time in self.steps:
-            tokens = torch.cat([mu, time.expand(2 * rows, -1, -1), condition, e.in_proj(x).repeat(2, 1, 1)], dim=1)
+            first = [mu + time] if mu.size(1) == 1 else [mu, time.expand(2 * rows, -1, -1)]
+            tokens = torch.cat([*first, condition, e.in_proj(x).repeat(2, 1, 1)], dim=1)
             hidden = self.decoder.forward(tokens)
             positive, negative = e.out_proj(hidden[:, -patch_size:]).chunk(2)
             negative = negative * _projection(positive, negative)
