@@ -55,7 +55,16 @@ class EngineConfig(BaseSettings):
     prefill_graph: bool = Field(default=True, description="run prompts in CUDA graphs; 0 = without")
     prefill_buckets: str = Field(
         default="",
-        description="requests:tokens,... of those graphs, as in 1:320,2:640,4:1152,8:2176; empty = finer ones to 2,048",
+        description="requests:tokens,... of those graphs, as in 1:320,4:1152; empty = many",
+    )
+    gpu_latents: bool = Field(
+        default=True, description="hand latents to the AudioVAE on the GPU; 0 = by way of the host, to compare"
+    )
+    vae_compile: bool = Field(
+        default=True, description="fused kernels for the AudioVAE on a GPU; 0 = plain torch, to compare"
+    )
+    vae_weight_norm_fold: Literal[True] = Field(
+        default=True, description="always done, and without effect on the audio; 0 is refused"
     )
     enforce_eager: bool = Field(default=False, description="run a GPU without CUDA graphs")
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1, description="share of the GPU's memory to fill")
@@ -109,6 +118,9 @@ class EngineConfig(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="debug, info, warning or error; each request's end is a line of JSON at info"
     )
+    timing: bool = Field(default=False, description="a line of times for each step in the log")
+    trace_file: str = Field(default="", description="write a Chrome trace of the first steps into this file")
+    trace_steps: int = Field(default=100, ge=1, le=10_000, description="how many steps that are")
     log_text: bool = Field(default=False, description="write the texts of requests into their lines")
 
     def of_workers(self) -> list["EngineConfig"]:

@@ -12,6 +12,7 @@ from dq_engine.errors import RequestError
 from dq_engine.joining import Joiner
 from dq_engine.request import Chunk
 from dq_engine.sequence import Sequence
+from dq_engine.timing import StepTimes
 from dq_engine.vae.stage import DecodedStep
 
 logger = logging.getLogger(__name__)
@@ -35,10 +36,11 @@ class Delivery:
 
     Args:
         sample_rate: of the audio, in Hz.
+        times: told of each step's decoding.
     """
 
-    def __init__(self, sample_rate: int) -> None:
-        self.sample_rate = sample_rate
+    def __init__(self, sample_rate: int, times: StepTimes) -> None:
+        self.sample_rate, self._times = sample_rate, times
         self.vae_seconds = 0.0
         """Time that decoding has taken."""
         self._items: queue.Queue = queue.Queue(maxsize=_MAX_STEPS)
@@ -69,7 +71,9 @@ class Delivery:
     def _deliver(self, decoded: DecodedStep, rows: list[Delivered]) -> None:
         try:
             audio = decoded.wait()
-            self.vae_seconds += decoded.seconds
+            seconds = decoded.seconds
+            self.vae_seconds += seconds
+            self._times.decoded(len(audio), seconds)
         except Exception as error:  # the device failed after the launch
             logger.exception("a decoded step did not arrive")
             for item in rows:

@@ -30,6 +30,7 @@ from dq_engine.request import MAX_DRAWN_SEED, Chunk, Request
 from dq_engine.scheduler import Scheduler
 from dq_engine.sequence import PromptBuilder
 from dq_engine.stream import Stream
+from dq_engine.timing import StepTimes
 from dq_engine.voices import VoiceStore
 
 __all__ = ["Chunk", "DqCoreEngine", "EngineConfig", "Request", "RequestError", "Stream"]
@@ -95,9 +96,17 @@ class DqCoreEngine:
         if self.config.voices_dir is not None:
             folder, most = Path(self.config.voices_dir).expanduser(), self.config.voices_max_count
             self.voices = VoiceStore(folder, most, self.config.voices_max_bytes, self.feat_dim, self.patch_size)
-        self._encode, self._delivery = EncodeStage(parts.encoder), Delivery(self.sample_rate)
+        times = StepTimes(self.config.timing, self.config.trace_file, self.config.trace_steps)
+        self._encode, self._delivery = EncodeStage(parts.encoder), Delivery(self.sample_rate, times)
         self._loop = EngineLoop(
-            scheduler, pacer, self._runner, parts.vae, self._delivery, self._limits.queue_timeout_s, self._forget
+            scheduler,
+            pacer,
+            self._runner,
+            parts.vae,
+            times,
+            self._delivery,
+            self._limits.queue_timeout_s,
+            self._forget,
         )
         if checkpoint.lora is not None:
             folder, most = Path(self.config.lora_dir), self.config.lora_max_registered

@@ -24,6 +24,7 @@ class BatchGraphs:
             rows that fill a bucket up, whose state is nobody's. None for a function without state.
         progress: told how far it is, 0 to 1.
         pool: of other graphs whose memory these may use also, as no two ever run at once.
+        stream: to capture on; the kernels get its priority. None for one of the usual priority.
     """
 
     @torch.inference_mode()
@@ -35,6 +36,7 @@ class BatchGraphs:
         scratch_slot: int | None,
         progress: Callable[[float], None],
         pool: tuple[int, int] | None = None,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         self.buckets, self.scratch_slot = list(buckets), scratch_slot
         largest = self.buckets[-1]
@@ -47,7 +49,7 @@ class BatchGraphs:
         # The largest first: the smaller ones then find its memory in the pool.
         for count, bucket in enumerate(reversed(self.buckets), start=1):
             arguments = [tensor[:bucket] for tensor in self._inputs]
-            graph, outputs = capture(function, arguments, pool)
+            graph, outputs = capture(function, arguments, pool, stream)
             pool = graph.pool()
             self._graphs[bucket] = graph, outputs
             self.seconds[bucket] = replay_seconds(graph)
@@ -76,14 +78,18 @@ class BatchGraphs:
 
 
 def capture(
-    function: Callable[..., tuple[torch.Tensor, ...]], arguments: Sequence[torch.Tensor], pool: tuple[int, int] | None
+    function: Callable[..., tuple[torch.Tensor, ...]],
+    arguments: Sequence[torch.Tensor],
+    pool: tuple[int, int] | None,
+    side: torch.cuda.Stream | None = None,
 ) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]:
     """Run a function once, then capture it; the graph, and what it will have put its outputs into.
 
     Args:
         pool: of another graph whose memory this one may use also, as the two never run at once.
+        side: to capture on.
     """
-    side = torch.cuda.Stream()
+    side = side or torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         function(*arguments)

@@ -76,7 +76,7 @@ def load(config: EngineConfig, path: Path, progress: Callable[[str, float], None
     runner = Runner(checkpoint, config.attention, config.inference_timesteps, max_num_seqs, max_model_len)
     # Half precision is 55 dB from float32 in the AudioVAE (tests/gpu); who asks for float32 gets it throughout.
     vae_dtype = torch.float16 if on_gpu and dtype != torch.float32 else torch.float32
-    decoder = StreamingDecoder(checkpoint.vae, max_num_seqs + 1, vae_dtype)
+    decoder = StreamingDecoder(checkpoint.vae, max_num_seqs + 1, vae_dtype, config.vae_compile)
     num_blocks = config.num_kvcache_blocks or _num_kv_blocks(config, runner, max_num_seqs, max_model_len)
     runner.allocate_kv_cache(num_blocks)
     limits = Limits(
@@ -87,7 +87,7 @@ def load(config: EngineConfig, path: Path, progress: Callable[[str, float], None
         queue_timeout_s=config.queue_timeout_s or (10.0 if on_gpu else 120.0),
         step_timeout_s=config.step_timeout_s or (30.0 if on_gpu else 600.0),
     )
-    vae = VaeStage(decoder, device)
+    vae = VaeStage(decoder, device, config.gpu_latents)
     step_seconds, prefill_seconds = {}, []
     if on_gpu and not config.enforce_eager:
         with torch.inference_mode():

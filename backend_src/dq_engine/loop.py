@@ -19,6 +19,7 @@ from dq_engine.runner import Runner, StepOutput
 from dq_engine.scheduler import Prefill, Scheduler, Step
 from dq_engine.sequence import Sequence
 from dq_engine.stream import Stream
+from dq_engine.timing import StepTimes
 from dq_engine.vae.stage import DecodedStep, VaeStage
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class EngineLoop:
         pacer: how much at once.
         runner: the language models and LocDiT.
         vae: the decoding stage.
+        times: told of each step.
         delivery: where audio and ends of streams go.
         queue_timeout_s: longest wait for a slot.
         on_end: called on the loop's thread when a stream is over and its slot and blocks are free.
@@ -51,12 +53,13 @@ class EngineLoop:
         pacer: Pacer,
         runner: Runner,
         vae: VaeStage,
+        times: StepTimes,
         delivery: Delivery,
         queue_timeout_s: float,
         on_end: Callable[[Stream], None],
     ) -> None:
         self.scheduler, self._pacer, self._runner, self._vae, self._delivery = scheduler, pacer, runner, vae, delivery
-        self._queue_timeout_s, self._on_end = queue_timeout_s, on_end
+        self._times, self._queue_timeout_s, self._on_end = times, queue_timeout_s, on_end
         self.counters: Counter[str] = Counter()
         """What has been done: how often, and for how many seconds (see `count_anew`)."""
         self.count_anew()
@@ -86,7 +89,7 @@ class EngineLoop:
         """Set the counters to 0, while nothing runs."""
         for name in ("steps", "patches", "prefill_tokens", "cached_tokens", "preemptions"):
             self.counters[name] = 0
-        for name in ("step_seconds", "prefill_seconds"):
+        for name in ("step_seconds", "prefill_seconds", "host_seconds", "idle_seconds"):
             self.counters[name] = 0.0
 
     def add(self, sequence: Sequence) -> RequestError | None:
@@ -121,13 +124,19 @@ class EngineLoop:
             torch.cuda.set_device(self._runner.device)  # each thread has its own
         try:
             while self._take_arrivals():
-                self._turn_began = began = time.monotonic()
+                self._times.step_begins()
+                self._turn_began = time.monotonic()
                 if self._in_flight and self._in_flight[0][1].done:  # its audio does not wait for the next launch
                     self._collect(*self._in_flight.popleft())
+                began = time.monotonic()
                 step = self._schedule()
                 if step is not None:
                     self._launch(step)
-                    self._host_seconds = max(time.monotonic() - began, _REMEMBERED * self._host_seconds)
+                    seconds = time.monotonic() - began
+                    self.counters["host_seconds"] += seconds
+                    if self._in_flight:
+                        self._in_flight[-1][1].host_seconds = seconds
+                    self._host_seconds = max(seconds, _REMEMBERED * self._host_seconds)
                 while len(self._in_flight) > (self._run_ahead if step is not None else 0):
                     self._collect(*self._in_flight.popleft())
                 self._turn_began = None
@@ -143,6 +152,7 @@ class EngineLoop:
         """Take in what the other threads brought; sleeps when there is nothing to do. False when it is time to end."""
         with self._wake:
             while not (self._arrived or self._cancelled or self.closed or self._in_flight or self.scheduler.busy):
+                self._last_step_end = 0.0  # without work the device does not idle
                 self._wake.wait(_LOOK_S if self.scheduler.waiting else None)
                 if self.scheduler.waiting:
                     break
@@ -253,10 +263,14 @@ class EngineLoop:
         stops, latents = output.wait()
         now = time.monotonic()
         # A step begins when it is launched or, if the device was busy then, when the one before it ends.
+        idle = max(0.0, output.launched_at - self._last_step_end) if self._last_step_end else 0.0
         seconds = now - max(output.launched_at, self._last_step_end)
         self._last_step_end = now
-        self._pacer.costs.observe(len(stops), sum(p.length for p in step.prefills), seconds)
+        prefill_tokens = sum(p.length for p in step.prefills)
+        self._pacer.costs.observe(len(stops), prefill_tokens, seconds)
         self._count_time(step, seconds)
+        self.counters["idle_seconds"] += idle
+        self._times.step_ended(len(stops), prefill_tokens, output.host_seconds, seconds, idle)
         finite = np.isfinite(latents).all(axis=(1, 2))
         for row, (sequence, stop) in enumerate(zip(step.sampled, stops, strict=True)):
             if sequence.ended:  # it stopped in the step before; this one's patch is thrown away

@@ -67,6 +67,8 @@ DEFINITIONS = (
     Definition("counter", "steps_total", "Steps of the engine", "steps"),
     Definition("counter", "step_seconds_total", "Time of steps (on a CPU with the decoding)", "step_seconds"),
     Definition("counter", "prefill_seconds_total", "Time of the steps that took in a prompt", "prefill_seconds"),
+    Definition("counter", "host_seconds_total", "Time of deciding on steps and launching them", "host_seconds"),
+    Definition("counter", "idle_seconds_total", "Time between steps in which the device had none", "idle_seconds"),
     Definition("counter", "vae_seconds_total", "Time of decoding latents to audio", "vae_seconds"),
     Definition("counter", "recordings_total", "Recordings encoded", "recordings"),
     Definition("counter", "decode_graph_hits_total", "Batches of patches run as a CUDA graph", "decode_graph_hits"),

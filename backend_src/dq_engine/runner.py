@@ -33,6 +33,7 @@ class StepOutput:
         ready: None on a CPU.
         launched_at: when the host began with it, by time.monotonic().
         least_seconds: what the device surely needs for it, by its graphs; 0 where that is not known.
+        host_seconds: what the host took to decide on it and to launch it.
     """
 
     latents: torch.Tensor
@@ -42,6 +43,7 @@ class StepOutput:
     ready: torch.cuda.Event | None
     launched_at: float
     least_seconds: float
+    host_seconds: float = 0.0
 
     @property
     def done(self) -> bool:
@@ -98,6 +100,7 @@ class Runner:
         self._lm_graphs: dict[bool, BatchGraphs] = {}
         self._sample_graphs: dict[bool, BatchGraphs] = {}
         self._prefill_graphs: dict[bool, PrefillGraphs] = {}
+        self._decoded: Counter[str] = Counter()
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Make the KV cache: `num_blocks` for the streams, and one for the scratch slot."""
@@ -168,8 +171,8 @@ class Runner:
 
     @property
     def counters(self) -> dict[str, int]:
-        """How often prompts ran in a graph, how often none fitted, and how many tokens of padding that cost."""
-        total: Counter[str] = Counter()
+        """How often patches and prompts ran in a graph, how often without, and the tokens of padding that that cost."""
+        total = self._decoded.copy()
         for graphs in self._prefill_graphs.values():
             total.update(graphs.counters)
         return dict(total)
@@ -207,6 +210,7 @@ class Runner:
         slots = [s.slot for s in step.sampled]
         if not slots:
             return None
+        self._decoded["decode_graph_hits"] += bool(self._decode_graphs)
         slots = self._to_device(np.array(slots, np.int64))
         completed, decoding = slots.split([len(slots) - len(step.decodes), len(step.decodes)])
         if self._decode_graphs and not len(completed):

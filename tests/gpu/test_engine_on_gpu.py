@@ -47,6 +47,15 @@ def test_bfloat16_stops_by_itself_and_is_not_silent(on_cpu):
         assert 0.3 < np.sqrt(np.mean(audio**2)) / np.sqrt(np.mean(reference**2)) < 3
 
 
+def test_ways_to_compare_give_the_same():
+    """GPU_LATENTS=0 is another way for the same numbers, VAE_COMPILE=0 another order of sums in half precision."""
+    usual = _speak(device="cuda")
+    for (audio, _), (other, _) in zip(usual, _speak(device="cuda", gpu_latents=False), strict=True):
+        assert np.array_equal(audio, other)
+    for (audio, _), (other, _) in zip(usual, _speak(device="cuda", vae_compile=False), strict=True):
+        assert 10 * np.log10(np.mean(audio**2) / np.mean((audio - other) ** 2)) > 40
+
+
 def test_half_precision_vae_signal_to_noise_ratio(on_cpu):
     from pathlib import Path
 

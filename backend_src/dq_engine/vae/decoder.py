@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from dq_engine.errors import CheckpointError
-from dq_engine.kernels.causal_depthwise import causal_depthwise
-from dq_engine.kernels.causal_gemm import causal_gemm
-from dq_engine.kernels.causal_output import causal_output
+from dq_engine.kernels.causal_depthwise import causal_depthwise, causal_depthwise_torch
+from dq_engine.kernels.causal_gemm import causal_gemm, causal_gemm_torch
+from dq_engine.kernels.causal_output import causal_output, causal_output_torch
 from dq_engine.kernels.snake import Activation
-from dq_engine.kernels.stream_state import shift_in
+from dq_engine.kernels.stream_state import shift_in, shift_in_torch
 from dq_engine.nano import (
     AudioVAEV2,
     CausalConv1d,
@@ -25,6 +25,8 @@ from dq_engine.nano import (
     causal_padding,
 )
 
+_FUSED = (causal_depthwise, causal_gemm, causal_output, shift_in)
+_PLAIN = (causal_depthwise_torch, causal_gemm_torch, causal_output_torch, shift_in_torch)
 _ALIGNMENT = 64
 """Elements that each convolution's part of a slot's state is a multiple of."""
 
@@ -63,14 +65,16 @@ class StreamingDecoder:
         vae: the weights; copied, so the VAE itself stays as it is.
         slots: number of slots; slot numbers are below it.
         dtype: what it runs in.
+        fused: False for plain torch where there are kernels.
 
     Raises:
         CheckpointError: the decoder has parts that are not supported.
     """
 
     @torch.inference_mode()
-    def __init__(self, vae: AudioVAEV2, slots: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, vae: AudioVAEV2, slots: int, dtype: torch.dtype = torch.float32, fused: bool = True) -> None:
         self.dtype = dtype
+        self._functions = _FUSED if fused else _PLAIN
         self.samples_per_frame = vae.decoder_chunk_size
         self._layers = _Builder(vae, dtype).layers
         sizes = [layer.past * layer.weight.size(1) for layer in self._layers]
@@ -93,19 +97,20 @@ class StreamingDecoder:
         Returns:
             float32 [B, frames * samples_per_frame]
         """
+        depthwise, gemm, output, shift_in = self._functions
         x, kept = latents.contiguous(), None
         for layer in self._layers:
             before, (weight, bias) = x, (layer.weight, layer.bias)
             if layer.kind == "depthwise":
-                x = causal_depthwise(x, slots, layer.state, weight, bias, layer.dilation, layer.activation)
+                x = depthwise(x, slots, layer.state, weight, bias, layer.dilation, layer.activation)
             elif layer.kind == "gemm":
                 residual = kept if layer.residual else None
-                raw, x = causal_gemm(
+                raw, x = gemm(
                     x, slots, layer.state, weight, bias, layer.dilation, residual, layer.activation, layer.keep_raw
                 )
                 kept = raw if layer.keep_raw else kept
             else:
-                x = causal_output(x, slots, layer.state, weight, bias)
+                x = output(x, slots, layer.state, weight, bias)
             if layer.past:
                 shift_in(before, slots, layer.state)
         return x

@@ -44,13 +44,15 @@ class VaeStage:
     Args:
         decoder: on the device, in the dtype it is to run in.
         device: where it is.
+        gpu_latents: False to take the latents by way of the host.
     """
 
-    def __init__(self, decoder: StreamingDecoder, device: torch.device) -> None:
-        self.decoder, self.device = decoder, device
+    def __init__(self, decoder: StreamingDecoder, device: torch.device, gpu_latents: bool) -> None:
+        self.decoder, self.device, self._gpu_latents = decoder, device, gpu_latents
         self._graphs: BatchGraphs | None = None
         self.dtype = decoder.dtype
-        self.cuda_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # What is decoded is wanted now; the step beside it takes longer anyway.
+        self.cuda_stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def capture(
         self, latents: torch.Tensor, max_num_seqs: int, progress: Callable[[str, float], None]
@@ -71,6 +73,7 @@ class VaeStage:
             batch_buckets(max_num_seqs),
             max_num_seqs,
             lambda x: progress("VAE graphs", x),
+            stream=self.cuda_stream,
         )
         return self._graphs.seconds
 
@@ -105,6 +108,8 @@ class VaeStage:
             slots: int64 [R].
             latents: [R, patch_size, feat_dim].
         """
+        if not self._gpu_latents:
+            latents = latents.cpu().to(self.device)
         if self.cuda_stream is not None:
             self.cuda_stream.wait_stream(torch.cuda.current_stream(self.device))
         with self._on_stream():

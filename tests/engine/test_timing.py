@@ -1,0 +1,27 @@
+"""TIMING prints a line for each step and each decoding; TRACE_FILE gets a trace that a browser can show."""
+
+import json
+import logging
+import re
+
+from dq_engine.engine import DqCoreEngine, EngineConfig, Request
+
+
+def test_a_line_for_each_step_and_a_trace_of_the_first(caplog, tmp_path):
+    trace = tmp_path / "traces" / "steps.json"
+    config = EngineConfig(model="models/small", timing=True, trace_file=str(trace), trace_steps=5, threads=1)
+    with caplog.at_level(logging.INFO, "dq_engine.timing"), DqCoreEngine(config) as engine:
+        caplog.clear()
+        list(engine.submit(Request(text="nine green toys", min_generate_length=8, max_generate_length=8)))
+        state = engine.snapshot()
+    lines = [record.getMessage() for record in caplog.records if record.name == "dq_engine.timing"]
+    steps = [line for line in lines if line.startswith("step: ")]
+    assert len(steps) == state["steps"] == 8
+    assert re.fullmatch(
+        r"step: 1 patches, [1-9]\d* prompt tokens; host [\d.]+ ms, device [\d.]+ ms, idle before it 0\.00 ms", steps[0]
+    )
+    assert all(line.startswith("step: 1 patches, 0 prompt tokens;") for line in steps[1:])
+    assert sum(line.startswith("decoded: 1 patches; ") for line in lines) == 8
+    assert state["host_seconds"] > 0 and state["idle_seconds"] >= 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert any("addmm" in event.get("name", "") or "linear" in event.get("name", "") for event in events)
