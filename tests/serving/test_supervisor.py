@@ -156,10 +156,10 @@ def test_a_killed_worker_fails_its_streams_within_a_second_and_comes_back(superv
 
 def test_a_worker_that_hangs_is_replaced(supervisor, monkeypatch):
     """Stopped in the middle of everything, it can neither speak nor send a heartbeat."""
+    monkeypatch.setattr("dq_engine.serving.worker_slot.SILENCE_S", 3.0)
     collector = Collector(supervisor, long_request())
-    collector.next()
+    collector.next()  # from now on the supervisor waits no longer than that
     (pid,) = _worker_pids()
-    monkeypatch.setattr("dq_engine.serving.supervisor.SILENCE_S", 3.0)
     os.kill(pid, signal.SIGSTOP)
     *_, (_, last) = collector.rest()
     assert isinstance(last, Failed) and last.code == "INTERNAL"

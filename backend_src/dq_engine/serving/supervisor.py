@@ -2,15 +2,13 @@
 
 import itertools
 import logging
+import math
 import os
-import queue
 import shutil
-import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -34,38 +32,17 @@ from dq_engine.serving.messages import (
 )
 from dq_engine.serving.routing import expected_seconds
 from dq_engine.serving.worker_process import OnMessage, WorkerProcess, answer
+from dq_engine.serving.worker_slot import WorkerSlot
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 3600.0
 """Longest wait for the workers' first start, which may download a checkpoint."""
-RESTART_DELAYS_S = (0.2, 1.0, 5.0, 15.0, 60.0)
-"""Wait before the first, second, ... restart in a row; the last is used from then on."""
-STABLE_S = 60.0
-"""A worker that has served this long starts again with the first delay."""
-SILENCE_S = 30.0
-"""A worker that serves and says nothing for this long, not even a heartbeat, hangs and is killed."""
 STOP_S = 2.0
-PROGRESS_LOG_S = 2.0
 
 
 class WorkerStartError(Exception):
     """A worker could not start; the message says why."""
-
-
-@dataclass
-class _Slot:
-    """A worker's place: its present process (None while it waits for a restart) and the history of its failures."""
-
-    index: int
-    config: EngineConfig
-    worker: WorkerProcess | None = None
-    failures: int = 0
-    ready_since: float = 0.0
-    heard_at: float = 0.0
-    restart_at: float = 0.0
-    logged_stage: str = ""
-    logged_at: float = 0.0
 
 
 class RoutedStream:
@@ -93,7 +70,7 @@ class Supervisor:
         configs: Sequence[EngineConfig],
         on_heartbeat: Callable[[int, dict | None], None] = lambda index, snapshot: None,
     ) -> None:
-        self._slots = [_Slot(index, config) for index, config in enumerate(configs)]
+        self._slots = [WorkerSlot(index, config) for index, config in enumerate(configs)]
         self._heartbeat_callback = on_heartbeat
         self._ids = itertools.count(1)
         self._started = threading.Condition()
@@ -178,22 +155,8 @@ class Supervisor:
         Raises:
             RequestError: of the operation; UNAVAILABLE if no worker is ready or none has answered within `timeout_s`.
         """
-        return self._call(self._by_load(worker)[0], operation, arguments, payload, timeout_s)
-
-    def _call(
-        self, process: WorkerProcess, operation: str, arguments: dict, payload: bytes | None, timeout_s: float
-    ) -> Result:
-        answers: queue.SimpleQueue[Result | Failed] = queue.SimpleQueue()
-        id = next(self._ids)
-        process.submit(Call(id, operation, arguments, payload), answers.put)
-        try:
-            answer = answers.get(timeout=timeout_s)
-        except queue.Empty:
-            process.forget(id)
-            raise RequestError("UNAVAILABLE", f"{operation} was not answered within {timeout_s:g} s") from None
-        if isinstance(answer, Failed):
-            raise RequestError(answer.code, answer.message)
-        return answer
+        message = Call(next(self._ids), operation, arguments, payload)
+        return self._by_load(worker)[0].call(message, timeout_s)
 
     def begin_stop(self) -> None:
         """Take no more requests and end the workers, within STOP_S seconds; streams that run end with UNAVAILABLE."""
@@ -270,35 +233,27 @@ class Supervisor:
             if slot.worker.pidfd in events:
                 self._receive(slot)  # what it said before it died
                 self._end_worker(slot)
-            elif slot.worker.ready and time.monotonic() >= slot.heard_at + SILENCE_S:
-                logger.error("worker %d has said nothing for %g s and is killed", slot.index, SILENCE_S)
-                slot.worker.process.kill()  # its end is the next event
-                slot.heard_at = time.monotonic()
+            else:
+                slot.kill_if_silent()
 
     def _poll_timeout_ms(self) -> float | None:
-        times = [slot.restart_at for slot in self._slots if slot.worker is None and self._stop_at is None]
-        times += [slot.heard_at + SILENCE_S for slot in self._slots if slot.worker is not None and slot.worker.ready]
+        times = [slot.acts_at for slot in self._slots if slot.worker is not None or self._stop_at is None]
         if self._stop_at is not None:
             times.append(self._stop_at)
-        return max(0.0, 1e3 * (min(times) - time.monotonic())) if times else None
+        soonest = min(times, default=math.inf)
+        return None if soonest == math.inf else max(0.0, 1e3 * (soonest - time.monotonic()))
 
-    def _log_progress(self, slot: _Slot, progress: Progress) -> None:
-        now = time.monotonic()
-        if progress.stage != slot.logged_stage or now - slot.logged_at >= PROGRESS_LOG_S:
-            slot.logged_stage, slot.logged_at = progress.stage, now
-            logger.info("worker %d: %s, %.0f%% done", slot.index, progress.stage, 100 * progress.fraction)
-
-    def _start_worker(self, slot: _Slot) -> None:
+    def _start_worker(self, slot: WorkerSlot) -> None:
         try:
             slot.worker = WorkerProcess(slot.config, slot.index, self._folder, self._context)
         except OSError as error:  # no memory, no file handles: later perhaps
             logger.error("worker %d cannot be started: %s", slot.index, error)
-            self._plan_restart(slot)
+            slot.plan_restart()
             self._set_start_error(f"worker {slot.index} cannot be started: {error}")
             return
         logger.info("worker %d starts (process %d)", slot.index, slot.worker.process.pid)
 
-    def _receive(self, slot: _Slot) -> None:
+    def _receive(self, slot: WorkerSlot) -> None:
         """Handle the messages that are there, a limited number, so that no worker keeps the others waiting."""
         for _ in range(256):
             try:
@@ -313,7 +268,7 @@ class Supervisor:
                 slot.worker.slots = message.snapshot["slots"]
                 self._on_heartbeat(slot.index, message.snapshot)
             elif isinstance(message, Progress):
-                self._log_progress(slot, message)
+                slot.log_progress(message)
             elif isinstance(message, StartFailed):
                 slot.worker.start_error = message.message
             elif isinstance(message, Ready):
@@ -324,12 +279,14 @@ class Supervisor:
                 else:
                     self._begin_serving(slot, slot.worker)
 
-    def _restore(self, slot: _Slot, worker: WorkerProcess) -> None:
+    def _restore(self, slot: WorkerSlot, worker: WorkerProcess) -> None:
         """Give a worker that was started again the adapters that the others have; on a thread of its own."""
-        self.adapters.restore(lambda operation, arguments: self._call(worker, operation, arguments, None, TIMEOUT_S))
+        self.adapters.restore(
+            lambda operation, arguments: worker.call(Call(next(self._ids), operation, arguments), TIMEOUT_S)
+        )
         self._begin_serving(slot, worker)
 
-    def _begin_serving(self, slot: _Slot, worker: WorkerProcess) -> None:
+    def _begin_serving(self, slot: WorkerSlot, worker: WorkerProcess) -> None:
         logger.info("worker %d is ready", slot.index)
         slot.ready_since = time.monotonic()
         worker.ready = True
@@ -344,7 +301,7 @@ class Supervisor:
         except Exception:  # a metric that could not be set must not end the thread that answers everybody
             logger.exception("a heartbeat of worker %d was not taken", index)
 
-    def _end_worker(self, slot: _Slot) -> None:
+    def _end_worker(self, slot: WorkerSlot) -> None:
         """A worker's process has ended, or must: answer its streams, then clean up and plan its restart."""
         worker, slot.worker = slot.worker, None
         was_ready, stopping = worker.ready, self._stop_at is not None
@@ -358,12 +315,7 @@ class Supervisor:
         self._on_heartbeat(slot.index, None)
         if stopping:
             return
-        how = worker.start_error or _exit_reason(worker.process.returncode)
-        if was_ready and time.monotonic() - slot.ready_since > STABLE_S:
-            slot.failures = 0
-        if worker.process.returncode == 0:  # by SIGTERM, as the whole server perhaps: it gets time to stop
-            slot.failures = max(slot.failures, 1)
-        self._plan_restart(slot)
+        how = slot.ended(worker, was_ready)
         self._set_start_error(how)
         logger.error(
             "worker %d ended: %s; %d streams lost; next start in %.1f s",
@@ -373,20 +325,9 @@ class Supervisor:
             slot.restart_at - time.monotonic(),
         )
 
-    def _plan_restart(self, slot: _Slot) -> None:
-        delay = RESTART_DELAYS_S[min(slot.failures, len(RESTART_DELAYS_S) - 1)]
-        slot.failures += 1
-        slot.restart_at = time.monotonic() + delay
-
     def _set_start_error(self, reason: str) -> None:
         """The first start must succeed; later ones are tried again."""
         with self._started:
             if not self._serving:
                 self._start_error = self._start_error or reason
                 self._started.notify_all()
-
-
-def _exit_reason(status: int) -> str:
-    if status < 0:
-        return f"killed by {signal.Signals(-status).name}"
-    return f"exit status {status}; what it logged says why"

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import logging
 import os
+import queue
 import subprocess
 import sys
 import sysconfig
@@ -22,6 +23,7 @@ from dq_engine.serving.messages import (
     Audio,
     Call,
     Cancel,
+    Failed,
     Result,
     Shutdown,
     StreamMessage,
@@ -126,6 +128,24 @@ class WorkerProcess:
                 answered = self._streams is None or self._streams.pop(message.id, None) is None
             if not answered:
                 raise RequestError("UNAVAILABLE", f"the engine worker has taken nothing for {SEND_TIMEOUT_MS} ms")
+
+    def call(self, message: Call, timeout_s: float) -> Result:
+        """Have it do something other than speak, and wait for it.
+
+        Raises:
+            RequestError: of the operation; UNAVAILABLE if it takes nothing, or has not answered within `timeout_s`.
+        """
+        answers: queue.SimpleQueue[Result | Failed] = queue.SimpleQueue()
+        self.submit(message, answers.put)
+        try:
+            answer = answers.get(timeout=timeout_s)
+        except queue.Empty:
+            self.forget(message.id)
+            what = f"{message.operation} was not answered within {timeout_s:g} s"
+            raise RequestError("UNAVAILABLE", what) from None
+        if isinstance(answer, Failed):
+            raise RequestError(answer.code, answer.message)
+        return answer
 
     def cancel(self, id: int) -> None:
         """Have a stream ended; its last message still comes."""
