@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test demo serve test test-all test-nano lint clean
+.PHONY: help setup setup-test demo serve test test-all test-nano gpu-smoke lint clean
 
 # make MODEL=openbmb/VoxCPM2 demo: a directory or a repository of the Hugging Face hub
 MODEL ?= models/small
@@ -40,6 +40,7 @@ help:
 	@echo "make test      every test that is not slow, without a GPU those that need none; PYTEST='arguments of pytest'"
 	@echo "make test-all  the slow tests too"
 	@echo "make test-nano the engine's tests with another version of nano-vllm-voxcpm; NANO=2.0.4"
+	@echo "make gpu-smoke whether this machine's GPUs can serve, check by check"
 	@echo "make lint      ruff"
 	@echo "make setup     only sets up .venv; PYTHON=python3.12, TORCH_INDEX=index of PyTorch's CPU builds"
 	@echo "make clean     removes .venv and what builds and tests leave"
@@ -65,6 +66,9 @@ test-all: setup-test
 test-nano: setup-test
 	$(python) -m pip install --quiet --upgrade --no-deps --target build/nano-$(NANO) nano-vllm-voxcpm==$(NANO)
 	PYTHONPATH=build/nano-$(NANO) $(python) -m pytest -m "not slow" tests/engine tests/test_nano_versions.py $(PYTEST)
+
+gpu-smoke: setup
+	$(python) tools/gpu_smoke.py
 
 lint: setup-test
 	$(python) -m ruff check .

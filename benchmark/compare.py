@@ -6,7 +6,8 @@
 
 Each engine is loaded in a process of its own (load.py), which ends before the next one starts. Into --out go
 compare.jsonl (every row as it is measured), compare.png and the engines' logs; the table comes last on the screen. An
-engine that fails, or takes longer than --engine-timeout, gets a row that says so, and the others still run.
+engine that fails, or takes longer than --engine-timeout, gets a row that says so, and the others still run. --resume
+measures only what an earlier run with the same options has not, --quick the rows that tell most, within 6 minutes.
 """
 
 import contextlib
@@ -78,6 +79,9 @@ def chosen_engines(text: str) -> list[str]:
     return names
 
 
+QUICK = {"closed": "1,64,256", "rates": "20,40", "references": "0,10", "seconds": 6, "streams": 4}
+
+
 @app.command()
 def main(
     model: Annotated[str, typer.Argument(help="checkpoint directory; best one that never stops by itself")],
@@ -95,6 +99,8 @@ def main(
     timeout: Timeout = 60,
     engine_timeout: Annotated[float, typer.Option(min=1, help="seconds for one engine, its start included")] = 280,
     seed: Seed = 0,
+    quick: Annotated[bool, typer.Option(help=f"as with {' '.join(f'--{k} {v}' for k, v in QUICK.items())}")] = False,
+    resume: Annotated[bool, typer.Option(help="keep the rows that are there, measure the others")] = False,
     out: Annotated[Path, typer.Option(help="folder of the results; replaces earlier ones")] = Path("build/benchmark"),
 ) -> None:
     """Compare engines on one GPU in one run."""
@@ -102,6 +108,9 @@ def main(
     names = chosen_engines(engines)
     if "engine-offline" in names and not counts(closed):
         raise typer.BadParameter("engine-offline is measured in closed loops: give --closed")
+    if quick:
+        closed, rates, references = QUICK["closed"], QUICK["rates"], QUICK["references"]
+        seconds, streams = QUICK["seconds"], QUICK["streams"]
     if max_num_seqs is None:
         max_num_seqs = max([256, *counts(closed), *(BURST_BESIDE + n for n in counts(bursts))])
     options = {
@@ -121,7 +130,11 @@ def main(
     arguments = [f"--{name}={value}" for name, value in options.items() if value is not None]
     out.mkdir(parents=True, exist_ok=True)
     rows_path = out / "compare.jsonl"
-    rows_path.write_text("")
+    kept = []
+    if resume and rows_path.exists():
+        kept = [line for line in rows_path.read_text().splitlines() if json.loads(line)["row"] != "failed"]
+        arguments.append("--resume")
+    rows_path.write_text("".join(f"{line}\n" for line in kept))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engine's processes end with this one
     for name in names:
         run_engine(name, model, arguments, out, engine_timeout)

@@ -13,6 +13,7 @@ import abc
 import asyncio
 import contextlib
 import dataclasses
+import sys
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -124,6 +125,7 @@ class EngineDriver(Driver):
                 print(f"  {stage}", flush=True)
             last_stage = stage
 
+        sys.setswitchinterval(0.001)  # as in the server's worker
         await asyncio.to_thread(self._engine.start, progress)
         self.cached_tokens = 0
         snapshot = self._engine.snapshot()

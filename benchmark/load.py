@@ -225,6 +225,13 @@ async def run(
         await _stop(driver.stop())
 
 
+def measured(path: Path, common: dict) -> set[tuple[str, float, float]]:
+    """The rows (mode, load, seconds of reference) that a file has of the same engine and the same kind of requests."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    same = [row for row in rows if all(row.get(name) == value for name, value in common.items())]
+    return {(row["row"], row["load"], row["reference_s"]) for row in same if "reference_s" in row}
+
+
 async def _stop(stopping: Coroutine) -> None:
     """What an engine does when it ends is not measured: it must not take long, nor hide an error of a row."""
     try:
@@ -251,6 +258,7 @@ def main(
     timeout: Timeout = 60,
     seed: Seed = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="append the rows to this file")] = None,
+    resume: Annotated[bool, typer.Option(help="leave out the rows that the file has")] = False,
 ) -> None:
     """Put one engine under load and say what its callers notice."""
     loads = [("closed", float(n)) for n in counts(closed)] + [("open", rate) for rate in numbers(rates) if rate > 0]
@@ -267,6 +275,13 @@ def main(
         "seconds": seconds,
         "seed": seed,
     }
+
+    if resume and json_path is not None and json_path.exists():
+        done = measured(json_path, common)
+        rows = [row for row in rows if row not in done]
+        if not rows:
+            print(f"{common['engine']}: every row is there", flush=True)
+            return
 
     def write(row: dict) -> None:
         if json_path is not None:

@@ -238,6 +238,16 @@ def test_compare_on_a_cpu(tmp_path):
     assert "4 at once" in shown and "never" in shown and "2/4" in shown
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
+    # Resumed: what is there stays as it is, and only the row that is missing is measured.
+    lines = (tmp_path / "compare.jsonl").read_text().splitlines()
+    (tmp_path / "compare.jsonl").write_text("".join(f"{line}\n" for line in lines if '"open"' not in line))
+    options = options.replace("nano,engine", "engine")
+    result = run("benchmark/compare.py", "models/small", *options.split(), f"--out={tmp_path}", "--resume")
+    assert result.returncode == 0, result.stderr
+    again = [json.loads(line) for line in (tmp_path / "compare.jsonl").read_text().splitlines()]
+    assert again[:3] == rows[1:4]
+    assert [row["row"] for row in again[3:]] == ["start", "open"]
+
 
 def test_the_load_of_a_real_server(server, tmp_path):
     path = tmp_path / "rows.jsonl"

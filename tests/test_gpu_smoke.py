@@ -1,0 +1,21 @@
+"""The GPU smoke test names what is missing where there is no GPU, and ends at once."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_a_machine_without_a_gpu_is_told_so():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU: `make gpu-smoke` is the test here")
+    ended = subprocess.run(
+        [sys.executable, ROOT / "tools/gpu_smoke.py"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 1
+    (line,) = ended.stdout.splitlines()
+    assert line.startswith("MISSING  CUDA: torch ") and line.endswith("is a CPU build; install requirements/gpu.txt")
