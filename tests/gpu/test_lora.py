@@ -8,10 +8,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dq_engine import nano
 from dq_engine.config import EngineConfig
 from dq_engine.engine import DqCoreEngine, Request
-from dq_engine.kernels import lora
-from dq_engine.kernels.lora import AdapterRows, equal_tiles, launch_lora_add, lora_add_torch, prompt_tiles
+from dq_engine.kernels.lora import (
+    AdapterRows,
+    equal_tiles,
+    launch_in_turn,
+    launch_together,
+    lora_add_torch,
+    prompt_tiles,
+)
 from dq_engine.kernels.paged_attention import query_tiles
 from dq_engine.lora.layers import LoraSettings
 from dq_engine.model.checkpoint import load_checkpoint
@@ -30,7 +37,7 @@ def make_rows(kind: str) -> AdapterRows:
     if kind == "decode":
         return equal_tiles(slots, 1)
     if kind == "LocDiT":
-        return equal_tiles(slots.repeat(2), 11)
+        return equal_tiles(slots, 11, copies=2)
     lengths = [5, 40, 1, 33, 128, 17]
     starts = torch.tensor(np.cumsum([0, *lengths]), device="cuda")
     padded = np.concatenate([query_tiles(lengths, 24), np.full((4, 2), -1)])
@@ -38,12 +45,13 @@ def make_rows(kind: str) -> AdapterRows:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("launch", [launch_in_turn, launch_together])
 @pytest.mark.parametrize("kind", ["decode", "LocDiT", "prompts"])
 @pytest.mark.parametrize(
     ("sizes", "rank", "inputs"),
-    [([2048, 256, 256], 32, 2048), ([1024], 32, 2048), ([6144, 6144], 48, 2048), ([130, 66, 10], 16, 104)],
+    [([2048, 256, 256], 32, 2048), ([1024], 32, 2048), ([6144, 6144], 240, 2048), ([130, 66, 10], 16, 104)],
 )
-def test_the_kernels_add_what_the_torch_lines_add(sizes, rank, inputs, kind, dtype, monkeypatch):
+def test_the_kernels_add_what_the_torch_lines_add(sizes, rank, inputs, kind, launch, dtype, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     torch.manual_seed(0)
     rows = make_rows(kind)
@@ -55,8 +63,8 @@ def test_the_kernels_add_what_the_torch_lines_add(sizes, rank, inputs, kind, dty
     x, y = (torch.randn(rows.count, width, device="cuda").to(dtype) for width in (inputs, sum(sizes)))
     exact, ours, again = y.float().clone(), y.clone(), y.clone()
     lora_add_torch(exact, x.float(), a.float(), b.float(), sizes, rows)
-    launch_lora_add(ours, x, a, b, sizes, rows)
-    launch_lora_add(again, x, a, b, sizes, rows)
+    launch(ours, x, a, b, sizes, rows)
+    launch(again, x, a, b, sizes, rows)
     assert ((ours.float() - exact).abs() / exact.abs().clamp(min=1.0)).max() < TOLERANCE[dtype]
     assert torch.equal(ours, again)
     none = torch.ones(rows.count, dtype=torch.bool, device="cuda")
@@ -137,7 +145,7 @@ def test_bfloat16_with_the_kernels_and_with_torch_lines(folder, monkeypatch, set
     """The first patch, before rounding sends them different ways: far nearer to one another than to other adapters."""
     ours, counters = speak(folder, patches=1, device="cuda", **settings)
     assert settings.get("enforce_eager") or counters["prefill_graph_hits"] > 0
-    monkeypatch.setattr(lora, "launch_lora_add", lora_add_torch)
+    monkeypatch.setattr(nano, "lora_add", lora_add_torch)
     theirs, _ = speak(folder, patches=1, device="cuda", enforce_eager=True)
     for name in NAMES:
         same = np.linalg.norm(ours[name] - theirs[name])

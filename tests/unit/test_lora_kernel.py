@@ -17,11 +17,12 @@ def slots_by_row(rows: AdapterRows) -> list[int]:
     return result
 
 
+@pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("rows", [1, 11, TILE_ROWS, 40])
-def test_tiles_of_equal_streams(rows):
+def test_tiles_of_equal_streams(rows, copies):
     slots = [2, -1, 0, 2]
-    tiles = equal_tiles(torch.tensor(slots), rows)
-    assert slots_by_row(tiles) == [slot for slot in slots for _ in range(rows)]
+    tiles = equal_tiles(torch.tensor(slots), rows, copies)
+    assert slots_by_row(tiles) == copies * [slot for slot in slots for _ in range(rows)]
     assert tiles.tiles[:, 1].max() <= TILE_ROWS
 
 

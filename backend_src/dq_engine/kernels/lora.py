@@ -1,8 +1,8 @@
 """LoRA for a batch whose rows use different adapters: y += (x A^T) B^T, with the A and B of each row's own adapter.
 
-The torch lines define the result. On a GPU two kernels do it, whose grids depend on the number of rows only, so that
-one CUDA graph serves whatever adapters a batch has. (nano-vllm-voxcpm's kernels take the number of active adapters as
-a dimension of their grids, and add up parts of sums in an order that varies.)
+The torch lines define the result. On a GPU kernels do it whose grids depend on the number of rows only, so that one
+CUDA graph serves whatever adapters a batch has. (nano-vllm-voxcpm's take the number of adapters as a dimension of
+their grids, and add up parts of sums in an order that varies.)
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,13 @@ except ImportError:  # without a GPU
 
 TILE_ROWS = 16
 """The most rows in a tile: the fewest that tensor cores multiply at once."""
-_MIN_RANK = 16
-_BLOCK_K = 128
-# Sums are cut into parts of at least so many terms, and columns into narrower blocks, while there are fewer programs
-# than would fill a GPU.
-_PART_K, _ENOUGH_PROGRAMS, _MOST_PARTS = 256, 256, 8
+_MIN_RANK, _LARGE_RANK = 16, 64
+# While there are fewer programs than would fill a GPU, columns are cut into narrower blocks and sums into parts, of at
+# least so many terms.
+_ENOUGH_PROGRAMS, _PART_K, _MOST_PARTS = 256, 256, 8
 _WIDE_N, _NARROW_N = 128, 64
+_FEW_TILES = 4
+"""Up to so many, one kernel that computes a tile's x A^T anew for each block of columns is faster than two."""
 
 
 @dataclass(frozen=True)
@@ -35,23 +36,27 @@ class AdapterRows:
         count: rows of the matrix.
         tiles: int64 [T, 3], on the matrix's device: first row, number of rows (0 to TILE_ROWS), and the slot of their
             adapter or -1 for none. Rows in no tile use no adapter.
+        copies: the matrix is so many parts of equal size, one below the other, and `tiles` holds for each of them.
     """
 
     count: int
     tiles: torch.Tensor
+    copies: int = 1
 
     @cached_property
     def by_slot(self) -> list[tuple[int, torch.Tensor]]:
         """Each slot that is used, and its rows, int64. Waits for the device."""
         rows: dict[int, list[int]] = {}
-        for first, count, slot in self.tiles.tolist():
-            if slot >= 0:
-                rows.setdefault(slot, []).extend(range(first, first + count))
+        for copy in range(self.copies):
+            start = copy * (self.count // self.copies)
+            for first, count, slot in self.tiles.tolist():
+                if slot >= 0:
+                    rows.setdefault(slot, []).extend(range(start + first, start + first + count))
         return [(slot, torch.tensor(index, device=self.tiles.device)) for slot, index in rows.items()]
 
 
-def equal_tiles(slots: torch.Tensor, rows: int) -> AdapterRows:
-    """Of B streams with `rows` rows each, one after the other.
+def equal_tiles(slots: torch.Tensor, rows: int, copies: int = 1) -> AdapterRows:
+    """Of B streams with `rows` rows each, one after the other, and all of that `copies` times.
 
     Args:
         slots: integers [B], each stream's adapter slot or -1.
@@ -60,7 +65,7 @@ def equal_tiles(slots: torch.Tensor, rows: int) -> AdapterRows:
     first = torch.arange(len(slots), device=slots.device)[:, None] * rows + starts
     count = (rows - starts).clamp(max=TILE_ROWS).expand_as(first)
     slot = slots.long()[:, None].expand_as(first)
-    return AdapterRows(len(slots) * rows, torch.stack([first, count, slot], -1).view(-1, 3))
+    return AdapterRows(copies * len(slots) * rows, torch.stack([first, count, slot], -1).view(-1, 3), copies)
 
 
 def prompt_tiles(
@@ -104,63 +109,99 @@ def lora_add_torch(
 
 if triton is not None:
 
-    @triton.jit(do_not_specialize=["parts"])
+    @triton.jit
+    def _rows(tiles, tile, distance, ROWS: tl.constexpr, COPIES: tl.constexpr):
+        """Of a tile: its rows [COPIES * ROWS], which of them there are, and the slot of their adapter."""
+        r = tl.arange(0, COPIES * ROWS)
+        row = tl.load(tiles + 3 * tile) + r % ROWS + r // ROWS * distance
+        return row, r % ROWS < tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
+
+    @triton.jit
+    def _sums(
+        x, matrix, row, inside, k_size, rank, x_stride, part, parts,
+        RANK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    ):  # fmt: skip
+        """One part of the sums x A^T, [rows, RANK]."""
+        lane = tl.arange(0, RANK)
+        sums = tl.zeros((row.shape[0], RANK), tl.float32)
+        for start in range(part * BLOCK, k_size, parts * BLOCK):
+            k = start + tl.arange(0, BLOCK)
+            within = (k < k_size)[None, :]
+            inputs = tl.load(x + row[:, None] * x_stride + k[None, :], inside[:, None] & within, other=0.0)
+            weights = tl.load(matrix + lane[:, None] * k_size + k[None, :], (lane < rank)[:, None] & within, other=0.0)
+            sums = tl.dot(inputs, tl.trans(weights), sums, input_precision=PRECISION)
+        return sums
+
+    @triton.jit
+    def _columns(block, size0, size1, size2, BLOCK: tl.constexpr):
+        """Of the block-th block of columns: its projection, its columns [BLOCK], and which of them there are."""
+        blocks0, blocks1 = tl.cdiv(size0, BLOCK), tl.cdiv(size1, BLOCK)
+        second, third = block >= blocks0, block >= blocks0 + blocks1
+        projection = second.to(tl.int32) + third.to(tl.int32)
+        begin = tl.where(third, size0 + size1, tl.where(second, size0, 0))
+        size = tl.where(third, size2, tl.where(second, size1, size0))
+        block -= tl.where(third, blocks0 + blocks1, tl.where(second, blocks0, 0))
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        return projection, begin + column, column < size
+
+    @triton.jit
+    def _add(
+        y, hidden, matrix, row, inside, column, present, rank, y_stride, RANK: tl.constexpr, PRECISION: tl.constexpr
+    ):
+        """y += hidden B^T, for these rows and columns."""
+        lane = tl.arange(0, RANK)
+        weights = tl.load(
+            matrix + column[:, None] * rank + lane[None, :], present[:, None] & (lane < rank)[None, :], other=0.0
+        )
+        target, mask = y + row[:, None] * y_stride + column[None, :], inside[:, None] & present[None, :]
+        total = tl.load(target, mask, other=0.0).to(tl.float32)
+        total += tl.dot(hidden.to(weights.dtype), tl.trans(weights), input_precision=PRECISION)
+        tl.store(target, total.to(y.dtype.element_ty), mask)
+
+    @triton.jit(do_not_specialize=["parts", "distance"])
     def _shrink(
-        x, a, tiles, h, k_size, rank, x_stride, a_slot, a_projection, h_part, h_projection, parts,
-        ROWS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+        x, a, tiles, h, k_size, rank, x_stride, a_slot, a_projection, h_part, h_projection, distance, parts,
+        ROWS: tl.constexpr, COPIES: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
         """One part of the sums x A^T of one tile and one projection, into h [parts, projections, M, rank]."""
-        tile, projection, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-        slot = tl.load(tiles + 3 * tile + 2)
+        projection, part = tl.program_id(1), tl.program_id(2)
+        row, inside, slot = _rows(tiles, tl.program_id(0), distance, ROWS, COPIES)
         if slot >= 0:
-            first, count = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1)
-            r, lane = tl.arange(0, ROWS), tl.arange(0, RANK)
-            inside, ranked = r < count, lane < rank
-            row = first + r
-            matrix = a + slot * a_slot + projection * a_projection + lane[:, None] * k_size
-            sums = tl.zeros((ROWS, RANK), tl.float32)
-            for start in range(part * BLOCK, k_size, parts * BLOCK):
-                k = start + tl.arange(0, BLOCK)
-                within = (k < k_size)[None, :]
-                inputs = tl.load(x + row[:, None] * x_stride + k[None, :], inside[:, None] & within, other=0.0)
-                weights = tl.load(matrix + k[None, :], ranked[:, None] & within, other=0.0)
-                sums = tl.dot(inputs, tl.trans(weights), sums, input_precision=PRECISION)
+            matrix = a + slot * a_slot + projection * a_projection
+            sums = _sums(x, matrix, row, inside, k_size, rank, x_stride, part, parts, RANK, BLOCK, PRECISION)
+            lane = tl.arange(0, RANK)
             target = h + part * h_part + projection * h_projection + row[:, None] * rank + lane[None, :]
-            tl.store(target, sums, inside[:, None] & ranked[None, :])
+            tl.store(target, sums, inside[:, None] & (lane < rank)[None, :])
 
-    @triton.jit(do_not_specialize=["parts"])
+    @triton.jit(do_not_specialize=["parts", "distance"])
     def _expand(
-        y, h, b, tiles, rank, y_stride, b_slot, h_part, h_projection, parts, size0, size1, size2,
-        ROWS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+        y, h, b, tiles, rank, y_stride, b_slot, h_part, h_projection, distance, parts, size0, size1, size2,
+        ROWS: tl.constexpr, COPIES: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
-        """A block of columns of one projection, for one tile."""
-        tile, block = tl.program_id(0), tl.program_id(1)
-        slot = tl.load(tiles + 3 * tile + 2)
+        """A block of columns of one projection, for one tile, from h."""
+        row, inside, slot = _rows(tiles, tl.program_id(0), distance, ROWS, COPIES)
         if slot >= 0:
-            blocks0, blocks1 = tl.cdiv(size0, BLOCK), tl.cdiv(size1, BLOCK)
-            second, third = block >= blocks0, block >= blocks0 + blocks1
-            projection = second.to(tl.int32) + third.to(tl.int32)
-            begin = tl.where(third, size0 + size1, tl.where(second, size0, 0))
-            size = tl.where(third, size2, tl.where(second, size1, size0))
-            block -= tl.where(third, blocks0 + blocks1, tl.where(second, blocks0, 0))
-            first, count = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1)
-            r, lane = tl.arange(0, ROWS), tl.arange(0, RANK)
-            inside, ranked = r < count, lane < rank
-            row = first + r
-            column = block * BLOCK + tl.arange(0, BLOCK)
-            present = column < size
-            column += begin
+            projection, column, present = _columns(tl.program_id(1), size0, size1, size2, BLOCK)
+            lane = tl.arange(0, RANK)
             source = h + projection * h_projection + row[:, None] * rank + lane[None, :]
-            hidden = tl.zeros((ROWS, RANK), tl.float32)
+            hidden = tl.zeros((COPIES * ROWS, RANK), tl.float32)
             for part in range(parts):
-                hidden += tl.load(source + part * h_part, inside[:, None] & ranked[None, :], other=0.0)
-            matrix = b + slot * b_slot + column[:, None] * rank + lane[None, :]
-            weights = tl.load(matrix, present[:, None] & ranked[None, :], other=0.0)
-            target = y + row[:, None] * y_stride + column[None, :]
-            mask = inside[:, None] & present[None, :]
-            total = tl.load(target, mask, other=0.0).to(tl.float32)
-            total += tl.dot(hidden.to(weights.dtype), tl.trans(weights), input_precision=PRECISION)
-            tl.store(target, total.to(y.dtype.element_ty), mask)
+                hidden += tl.load(source + part * h_part, inside[:, None] & (lane < rank)[None, :], other=0.0)
+            _add(y, hidden, b + slot * b_slot, row, inside, column, present, rank, y_stride, RANK, PRECISION)
+
+    @triton.jit(do_not_specialize=["distance"])
+    def _both(
+        y, x, a, b, tiles, k_size, rank, x_stride, y_stride, a_slot, a_projection, b_slot, distance,
+        size0, size1, size2, ROWS: tl.constexpr, COPIES: tl.constexpr, RANK: tl.constexpr, BLOCK_K: tl.constexpr,
+        BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    ):  # fmt: skip
+        """A block of columns of one projection, for one tile, from x."""
+        row, inside, slot = _rows(tiles, tl.program_id(0), distance, ROWS, COPIES)
+        if slot >= 0:
+            projection, column, present = _columns(tl.program_id(1), size0, size1, size2, BLOCK_N)
+            matrix = a + slot * a_slot + projection * a_projection
+            hidden = _sums(x, matrix, row, inside, k_size, rank, x_stride, 0, 1, RANK, BLOCK_K, PRECISION)
+            _add(y, hidden, b + slot * b_slot, row, inside, column, present, rank, y_stride, RANK, PRECISION)
 
 
 def lora_add(
@@ -169,31 +210,53 @@ def lora_add(
     """The same, by kernels where `y` is on a GPU: for up to three projections and ranks from 16 on."""
     if triton is None or not y.is_cuda or a.size(2) < _MIN_RANK or len(sizes) > 3:
         lora_add_torch(y, x, a, b, sizes, rows)
-        return
-    launch_lora_add(y, x, a, b, sizes, rows)
+    elif len(rows.tiles) <= _FEW_TILES:
+        launch_together(y, x, a, b, sizes, rows)
+    else:
+        launch_in_turn(y, x, a, b, sizes, rows)
 
 
-def launch_lora_add(
+def launch_in_turn(
     y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, sizes: Sequence[int], rows: AdapterRows
 ) -> None:
-    """The kernels alone; arguments as of `lora_add_torch`, columns of `x`, `y`, and matrices of a slot contiguous."""
+    """By two kernels; arguments as of `lora_add_torch`, columns of `x`, `y`, and matrices of a slot contiguous."""
     _, projections, rank, k_size = a.shape
     count = len(rows.tiles)
     parts = 1
     while parts < _MOST_PARTS and 2 * parts * _PART_K <= k_size and parts * count * projections < _ENOUGH_PROGRAMS:
         parts *= 2
     h = torch.empty(parts, projections, rows.count, rank, dtype=torch.float32, device=y.device)
-    precision = "ieee" if y.dtype == torch.float32 else "tf32"
-    shared = (TILE_ROWS, triton.next_power_of_2(rank))
+    shape, precision = _shape(rows, rank, y.dtype)
     _shrink[(count, projections, parts)](
-        x, a, rows.tiles, h, k_size, rank, x.stride(0), a.stride(0), a.stride(1), h.stride(0), h.stride(1), parts,
-        *shared, _BLOCK_K, precision, num_warps=4, num_stages=3,
+        x, a, rows.tiles, h, k_size, rank, x.stride(0), a.stride(0), a.stride(1), h.stride(0), h.stride(1),
+        rows.count // rows.copies, parts, *shape, _block_k(rank, y.dtype, 128), precision, num_warps=4, num_stages=3,
     )  # fmt: skip
-    wide = count * sum(sizes) > 2 * _ENOUGH_PROGRAMS * _WIDE_N
-    block = _WIDE_N if wide else _NARROW_N
-    blocks = sum(triton.cdiv(size, block) for size in sizes)
-    size0, size1, size2 = (*sizes, 0, 0)[:3]
-    _expand[(count, blocks)](
-        y, h, b, rows.tiles, rank, y.stride(0), b.stride(0), h.stride(0), h.stride(1), parts, size0, size1, size2,
-        *shared, block, precision, num_warps=4,
+    block = _WIDE_N if count * sum(sizes) > 2 * _ENOUGH_PROGRAMS * _WIDE_N else _NARROW_N
+    _expand[(count, sum(triton.cdiv(size, block) for size in sizes))](
+        y, h, b, rows.tiles, rank, y.stride(0), b.stride(0), h.stride(0), h.stride(1), rows.count // rows.copies, parts,
+        *(*sizes, 0, 0)[:3], *shape, block, precision, num_warps=4,
     )  # fmt: skip
+
+
+def launch_together(
+    y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, sizes: Sequence[int], rows: AdapterRows
+) -> None:
+    """By one kernel; arguments as of `launch_in_turn`."""
+    _, _, rank, k_size = a.shape
+    shape, precision = _shape(rows, rank, y.dtype)
+    _both[(len(rows.tiles), sum(triton.cdiv(size, _NARROW_N) for size in sizes))](
+        y, x, a, b, rows.tiles, k_size, rank, x.stride(0), y.stride(0), a.stride(0), a.stride(1), b.stride(0),
+        rows.count // rows.copies, *(*sizes, 0, 0)[:3], *shape, _block_k(rank, y.dtype, 256), _NARROW_N, precision,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+
+
+def _shape(rows: AdapterRows, rank: int, dtype: torch.dtype) -> tuple[tuple[int, int, int], str]:
+    """ROWS, COPIES and RANK of the kernels, and their PRECISION."""
+    precision = "ieee" if dtype == torch.float32 else "tf32"
+    return (TILE_ROWS, rows.copies, triton.next_power_of_2(rank)), precision
+
+
+def _block_k(rank: int, dtype: torch.dtype, most: int) -> int:
+    """Terms of a sum that are loaded at once: fewer where they would not fit the shared memory."""
+    return most // (dtype.itemsize // 2) // (1 if rank <= _LARGE_RANK else 4)

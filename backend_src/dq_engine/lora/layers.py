@@ -134,7 +134,7 @@ class LoraLayers:
     @contextlib.contextmanager
     def sampling(self, adapters: torch.Tensor) -> Iterator[None]:
         """For LocDiT on R streams; `adapters` as of `decoding`."""
-        with adapter_rows(self._key, {"diffusion": equal_tiles(adapters.repeat(2), self._diffusion_tokens)}):
+        with adapter_rows(self._key, {"diffusion": equal_tiles(adapters, self._diffusion_tokens, copies=2)}):
             yield
 
     @contextlib.contextmanager
