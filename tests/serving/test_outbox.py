@@ -160,3 +160,29 @@ def test_what_nobody_takes_is_bounded(monkeypatch):
     (failed,) = [m for m in road.messages[1:] if m.id == 2]
     assert failed.code == "UNAVAILABLE"
     assert failed.message == "over 0 MiB of audio wait to be sent; this stream was given up"
+
+
+def test_several_threads_keep_each_stream_in_order():
+    road, lock = Road(), threading.Lock()
+
+    def send(message) -> None:
+        with lock:
+            road.send(message)
+
+    outbox = Outbox(send, threads=4)
+    streams = [_stream(id, output_format="mp3" if id % 2 else "f32") for id in range(12)]
+    for start in range(0, 40 * 480, 480):
+        for stream in streams:
+            outbox.put(stream, Chunk(_samples(start, 480) / 8))
+    for stream in streams:
+        outbox.put(stream, Chunk(NOTHING, finish_reason="stop"))
+    outbox.close()
+    for stream in streams:
+        mine = [m for m in road.messages if m.id == stream.id]
+        assert all(isinstance(m, Audio) for m in mine[:-1]) and isinstance(mine[-1], Finished)
+        audio = b"".join(m.audio for m in mine)
+        if stream.id % 2:
+            alone = OutputEncoder("mp3", 48000, 48000)
+            assert audio == alone.encode(_samples(0, 40 * 480) / 8) + alone.finish(NOTHING)
+        else:
+            assert audio == (_samples(0, 40 * 480) / 8).tobytes()

@@ -24,7 +24,7 @@ class OutgoingStream:
 
     Args:
         id: its number in messages.
-        encoder: of its audio; used by the outbox's thread only.
+        encoder: of its audio; used by one thread of the outbox at a time.
         sample_rate: of the encoded audio, in Hz.
         whole: True to send everything in one message at the end.
         on_give_up: called when the rest of the stream is of no use any more.
@@ -38,30 +38,35 @@ class OutgoingStream:
         self.on_give_up = on_give_up
         self.samples: list[np.ndarray] = []
         self.last: Chunk | None = None
-        self.in_line = False
+        self.in_hand = False
+        """Whether it stands in line, or a thread is at it."""
         self.first_sent = False
 
 
 class Outbox:
-    """Takes chunks on the engine's delivery thread and never blocks it; sends messages from a thread of its own.
+    """Takes chunks on the engine's delivery thread and never blocks it; sends messages from threads of its own.
 
     A stream's first chunk goes out by itself; then whatever it has gathered when its turn comes is one message, so
     chunks grow where the supervisor is slow. Samples are joined before they are encoded: encoded pieces (base64, say)
     cannot always be.
 
     Args:
-        send: sends one message; may block for as long as the receiver is busy.
+        send: sends one message, called by any of the threads; may block for as long as the receiver is busy.
+        threads: how many encode and send; each stream is one thread's at a time.
     """
 
-    def __init__(self, send: Callable[[FromWorker], None]) -> None:
+    def __init__(self, send: Callable[[FromWorker], None], threads: int = 1) -> None:
         self._send = send
         self._condition = threading.Condition()
         # All below are guarded by _condition.
         self._line: deque[OutgoingStream | FromWorker] = deque()
         self._waiting_bytes = 0
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="dq-outbox", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"dq-outbox-{number}", daemon=True) for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def post(self, message: FromWorker) -> None:
         """Send a message that belongs to no chunk."""
@@ -84,19 +89,20 @@ class Outbox:
                 self._waiting_bytes += chunk.samples.nbytes
             if chunk.is_last:
                 stream.last = chunk
-            if not stream.in_line and (chunk.is_last or not stream.whole):
-                stream.in_line = True
+            if not stream.in_hand and (chunk.is_last or not stream.whole):
+                stream.in_hand = True
                 self._line.append(stream)
                 self._condition.notify()
         if overflow is not None:
             overflow()
 
     def close(self) -> None:
-        """Send what waits, then end the thread."""
+        """Send what waits, then end the threads."""
         with self._condition:
             self._closed = True
-            self._condition.notify()
-        self._thread.join()
+            self._condition.notify_all()
+        for thread in self._threads:
+            thread.join()
 
     def _run(self) -> None:
         while True:
@@ -107,18 +113,24 @@ class Outbox:
                 item = self._line.popleft()
                 if isinstance(item, OutgoingStream):
                     samples, last = self._take(item)
-            self._send(self._message(item, samples, last) if isinstance(item, OutgoingStream) else item)
+            if not isinstance(item, OutgoingStream):
+                self._send(item)
+                continue
+            message = self._message(item, samples, last)
+            self._send(message)
+            with self._condition:
+                item.in_hand = isinstance(message, Audio) and bool(item.samples or item.last)
+                if item.in_hand:
+                    self._line.append(item)
+                    self._condition.notify()
 
     def _take(self, stream: OutgoingStream) -> tuple[list[np.ndarray], Chunk | None]:
         """What a stream's next message holds: all that waits, but the first chunk by itself."""
         count = 1 if not stream.first_sent and not stream.whole and len(stream.samples) > 1 else len(stream.samples)
         samples, stream.samples = stream.samples[:count], stream.samples[count:]
         stream.first_sent = True
-        stream.in_line = bool(stream.samples)
-        if stream.in_line:
-            self._line.append(stream)
         self._waiting_bytes -= sum(piece.nbytes for piece in samples)
-        return samples, None if stream.in_line else stream.last
+        return samples, None if stream.samples else stream.last
 
     def _message(self, stream: OutgoingStream, samples: list[np.ndarray], last: Chunk | None) -> StreamMessage:
         if last is not None and last.error is not None:
