@@ -2,7 +2,7 @@
 
 A full block is published under a key that says what all tokens up to its end are; a stream whose prompt begins with the
 same tokens takes it over instead of computing it again. A block that nobody holds stays published until the room is
-needed, the least recently used first.
+needed, the least recently used first, and those of stored voices last.
 """
 
 from collections import OrderedDict
@@ -29,15 +29,18 @@ class BlockPool:
         self._published: dict[Key, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Published blocks that nobody holds, the least recently used first."""
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        """The same, of blocks that `keep` was called for."""
+        self._keep = [False] * num_blocks
 
     @property
     def num_available(self) -> int:
         """Blocks that could be handed out now: free or cached."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self.num_cached
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return len(self._cached) + len(self._kept)
 
     def blocks_for(self, tokens: int) -> int:
         """How many blocks hold this many tokens."""
@@ -55,10 +58,11 @@ class BlockPool:
 
     def allocate(self, count: int, prefix: Sequence[int] = ()) -> list[int] | None:
         """Hold `prefix` (found by `lookup`) and `count` new blocks; None, and nothing changed, if too few are left."""
-        if count > self.num_available - sum(block in self._cached for block in prefix):
+        if count > self.num_available - sum(not self._holders[block] for block in prefix):
             return None
         for block in prefix:
             self._cached.pop(block, None)
+            self._kept.pop(block, None)
             self._holders[block] += 1
         new = []
         for _ in range(count):
@@ -73,6 +77,11 @@ class BlockPool:
             self._published[key] = block
             self._keys[block] = key
 
+    def keep(self, blocks: Sequence[int]) -> None:
+        """Held blocks that will be wanted again: once nobody holds them, they make room only when no others can."""
+        for block in blocks:
+            self._keep[block] = True
+
     def release(self, blocks: Sequence[int]) -> None:
         """One holder lets its blocks go, the last of them first: a prefix is worth more than what follows it."""
         for block in reversed(blocks):
@@ -81,19 +90,20 @@ class BlockPool:
             if self._holders[block]:
                 continue
             if self._keys[block] is None:
+                self._keep[block] = False
                 self._free.append(block)
             else:
-                self._cached[block] = None
+                (self._kept if self._keep[block] else self._cached)[block] = None
 
     def check(self) -> None:
         """Assert that every block is free, cached or held, and in one of these states only."""
         held = sum(count > 0 for count in self._holders)
-        assert held + len(self._free) + len(self._cached) == self.num_blocks
-        assert len(set(self._free) | set(self._cached)) == len(self._free) + len(self._cached)
+        assert held + self.num_available == self.num_blocks
+        assert len({*self._free, *self._cached, *self._kept}) == self.num_available
         assert all(self._keys[block] == key for key, block in self._published.items())
 
     def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
+        block, _ = (self._cached or self._kept).popitem(last=False)
         del self._published[self._keys[block]]
-        self._keys[block] = None
+        self._keys[block], self._keep[block] = None, False
         return block

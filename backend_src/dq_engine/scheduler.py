@@ -111,6 +111,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             sequence.blocks, sequence.slot = blocks, self._free_slots.pop()
             sequence.prefilled = len(prefix) * self.pool.block_size
+            self.pool.keep(blocks[: sequence.kept_tokens // self.pool.block_size])
             self.running.append(sequence)
             admitted.append(sequence)
         return admitted

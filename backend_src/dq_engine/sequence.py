@@ -56,6 +56,8 @@ class Sequence:
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
+    kept_tokens: int = 0
+    """Tokens of the prompt, from its first, that belong to a stored voice."""
     cached_tokens: int = 0
     """Tokens of the prompt that did not have to be computed, at the first admission."""
     prefilled: int = 0
@@ -212,11 +214,12 @@ class PromptBuilder:
             ids = self.tokenize(request.prompt_text + text)
         ids = [*ids, AUDIO_START]
         shape = (-1, self.patch_size, self.feat_dim)
-        patches, rows = [np.zeros((0, *shape[1:]), np.float32)], []
+        patches, rows, kept_tokens = [np.zeros((0, *shape[1:]), np.float32)], [], 0
         if request.reference_latents is not None:
             reference = request.reference_latents.reshape(shape)
             ids = [REFERENCE_START, *[0] * len(reference), REFERENCE_END, *ids]
             patches.append(reference)
+            kept_tokens = len(reference) + 2 if request.voice is not None else 0
             rows += range(1, len(reference) + 1)
         if request.prompt_latents is not None:
             prompt = request.prompt_latents.reshape(shape)
@@ -251,6 +254,7 @@ class PromptBuilder:
             min_length=DEFAULT_MIN_LENGTH if low is None else low,
             max_patches=high,
             return_latents=request.return_latents,
+            kept_tokens=kept_tokens,
             context_patches=CONTEXT_PATCHES_OF_FIRST_GENERATION if self._first_generation else CONTEXT_PATCHES,
             adapter=adapter,
         )

@@ -66,7 +66,7 @@ class Voice:
             if getattr(request, field) is not None:
                 kind = field.partition("_")[0]
                 raise invalid(field, f'cannot be combined with the voice "{self.name}", which holds a {kind}')
-        return dataclasses.replace(request, voice=None, **held)
+        return dataclasses.replace(request, **held)
 
 
 class VoiceStore:

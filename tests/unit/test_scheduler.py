@@ -200,6 +200,43 @@ def test_the_least_recently_used_block_is_evicted():
     assert pool.allocate(1) == held["b"] and pool.lookup("b") == [] and pool.lookup("a") == held["a"]
 
 
+def test_blocks_that_are_kept_are_evicted_last():
+    pool = BlockPool(3, 16)
+    held = {key: pool.allocate(1) for key in "abc"}
+    for key, blocks in held.items():
+        pool.publish(blocks[0], key)
+    pool.keep(held["a"])
+    for key in "abc":
+        pool.release(held[key])
+    pool.check()
+    assert pool.num_cached == pool.num_available == 3
+    assert pool.allocate(2) == [*held["b"], *held["c"]] and pool.lookup("a") == held["a"]
+    assert pool.allocate(1, held["a"]) is None, "there is none but the one asked for"
+    assert pool.allocate(0, held["a"]) == held["a"]
+    pool.release(held["a"])
+    assert pool.allocate(1) == held["a"] and pool.lookup("a") == []
+    pool.publish(held["a"][0], "d")
+    pool.release([*held["a"], *held["b"], *held["c"]])
+    pool.check()
+    pool.publish(pool.allocate(2)[1], "e")
+    assert pool.allocate(1) == held["a"], "what it held before was kept, this is not"
+
+
+def test_the_reference_of_a_stored_voice_outlives_prompts_that_nobody_repeats():
+    scheduler = make_scheduler(blocks=6)
+    voice = make_sequence(40, 1, tokens=7)
+    voice.kept_tokens = 37
+    for sequence in voice, *(make_sequence(60, 1) for _ in range(5)):
+        scheduler.add(sequence)
+        scheduler.admit(9)
+        scheduler.publish(scheduler.schedule(999).prefills)
+        scheduler.remove(sequence)
+    again = make_sequence(40, 1, tokens=7)
+    scheduler.add(again)
+    assert scheduler.admit(9) == [again]
+    assert again.prefilled == 32, "two blocks of its 37 tokens"
+
+
 def test_blocks_of_a_prefix_are_not_evicted_for_the_same_request():
     pool = BlockPool(2, 16)
     blocks = pool.allocate(1)
@@ -226,7 +263,9 @@ def test_every_block_and_slot_comes_back(data):
         action = data.draw(st.sampled_from(["add", "step", "step", "step", "remove"]))
         if action == "add":
             shape = data.draw(st.integers(1, 100)), data.draw(st.integers(1, 90))
-            scheduler.add(make_sequence(*shape, tokens=data.draw(st.integers(0, 2)), stream_id=number))
+            sequence = make_sequence(*shape, tokens=data.draw(st.integers(0, 2)), stream_id=number)
+            sequence.kept_tokens = data.draw(st.sampled_from([0, 0, sequence.prompt_length]))
+            scheduler.add(sequence)
         elif action == "step":
             scheduler.admit(99)
             while scheduler.short_of_blocks():

@@ -316,7 +316,6 @@ def test_a_request_with_a_voice(store):
     store.register("reference", REFERENCE)
     store.register("prompt", prompt_latents=PROMPT, prompt_text="words")
     request = store.get("both").apply(Request(text="a", voice="both", seed=3))
-    assert request.voice is None
     assert (request.seed, request.prompt_text) == (3, "words")
     assert (request.reference_latents == REFERENCE).all()
     assert (request.prompt_latents == PROMPT).all()
