@@ -287,28 +287,33 @@ def test_a_writer_that_is_ended_at_any_step_leaves_a_whole_voice_or_none(tmp_pat
     assert found == [False] * 4 + [True] * 2  # two writes, fsync, rename; fsync of the folder; the end
 
 
-def _register_and_delete(folder) -> None:
+def _delete_and_register(folder, begun) -> None:
     store = open_store(folder)
+    begun.set()
     while True:
+        if store.describe_all():
+            store.delete("ann")
         store.register("ann", REFERENCE)
-        store.delete("ann")
 
 
 def test_writers_that_are_killed_at_random(tmp_path):
     fork, draw = multiprocessing.get_context("fork"), random.Random(1)
     store = open_store(tmp_path / "voices")
-    found = set()
-    for _ in range(40):
-        process = fork.Process(target=_register_and_delete, args=(tmp_path / "voices",))
+    found = []
+    while len(found) < 40 or len(set(found)) < 2 and len(found) < 400:
+        begun = fork.Event()
+        process = fork.Process(target=_delete_and_register, args=(tmp_path / "voices", begun))
         process.start()
-        time.sleep(draw.uniform(0.002, 0.02))
+        assert begun.wait(20)
+        time.sleep(draw.uniform(0, 0.01))
         os.kill(process.pid, signal.SIGKILL)
         process.join(20)
-        found.add(_is_whole_or_absent(store))
-    assert len(found) == 2, "killed at different points"
+        found.append(_is_whole_or_absent(store))
+    assert set(found) == {True, False}, "killed at different points"
     if not _is_whole_or_absent(store):
         store.register("ann", REFERENCE)
-    assert [path.name for path in (tmp_path / "voices").iterdir()] == ["ann.safetensors"]
+    store.register("bob", REFERENCE)  # what the killed ones left unfinished is gone with it
+    assert sorted(path.name for path in (tmp_path / "voices").iterdir()) == ["ann.safetensors", "bob.safetensors"]
 
 
 def test_a_request_with_a_voice(store):
