@@ -90,11 +90,18 @@ def load(config: EngineConfig, path: Path, progress: Callable[[str, float], None
     vae = VaeStage(decoder, device, config.gpu_latents)
     step_seconds, prefill_seconds = {}, []
     if on_gpu and not config.enforce_eager:
-        with torch.inference_mode():
-            buckets = parse_buckets(config.prefill_buckets, config.max_num_batched_tokens, max_num_seqs)
-            buckets = buckets if config.prefill_graph else []
-            decode, prefill_seconds = runner.capture(buckets, config.prefill_graph_lora, progress)
-            vocode = vae.capture(runner.condition[:1], max_num_seqs, progress)
+        buckets = parse_buckets(config.prefill_buckets, config.max_num_batched_tokens, max_num_seqs)
+        buckets = buckets if config.prefill_graph else []
+        try:
+            with torch.inference_mode():
+                decode, prefill_seconds = runner.capture(buckets, config.prefill_graph_lora, progress)
+                vocode = vae.capture(runner.condition[:1], max_num_seqs, progress)
+        except torch.cuda.OutOfMemoryError as error:
+            raise ValueError(
+                "the GPU's memory does not hold the CUDA graphs beside the KV cache: lower gpu_memory_utilization "
+                f"({config.gpu_memory_utilization:g}), max_num_seqs ({max_num_seqs}) or max_num_batched_tokens "
+                f"({config.max_num_batched_tokens})"
+            ) from error
         step_seconds = {rows: seconds + vocode[rows] for rows, seconds in decode.items()}
     encoder = VaeEncoder(checkpoint.vae, checkpoint.model.patch_size)
     return Parts(checkpoint, limits, runner, vae, encoder, step_seconds, prefill_seconds)
