@@ -1,7 +1,7 @@
 """A client's tensors and parameters to a `Request`. Knows no Triton code: tensors are numpy arrays here.
 
-Only what a tensor can get wrong is checked (type, shape, UTF-8, unknown names); the values are for `Request.validate`
-to judge, and the output's format and rate for `OutputEncoder`.
+Only what a tensor can get wrong is checked (type, shape, size, UTF-8, unknown names); the values are for
+`Request.validate` to judge, and the output's format and rate for `OutputEncoder`.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dq_engine.errors import invalid
-from dq_engine.request import Request
+from dq_engine.request import MAX_AUDIO_BYTES, MAX_ENCODED_AUDIO_BYTES, MAX_TEXT_CHARACTERS, Request
 from dq_engine.serving.signature import DTYPES, INPUTS, LATENTS
 
 GRPC_MARK = "user-agent"
@@ -22,6 +22,8 @@ _LATENTS = [tensor.name for tensor in INPUTS if tensor.dims == LATENTS]
 _TRITON_TYPES = {np.object_: "BYTES", np.float32: "FP32", np.int64: "INT64", np.int32: "INT32", np.bool_: "BOOL"}
 _RAW = ("prompt_audio", "reference_audio")
 """BYTES fields that are no text."""
+# What an error repeats of a client's names.
+_QUOTED_CHARACTERS = 40
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,10 @@ def parse_request(inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any
         if name in _LATENTS:
             fields[name] = _latents(name, array)
         elif name in _SCALARS:
-            fields[name] = scalar(name, array, _SCALARS[name], text=name not in _RAW)
+            fields[name] = value = scalar(name, array, _SCALARS[name], text=name not in _RAW)
+            _check_size(name, value)
         else:
-            raise invalid(name, "is not an input of this model")
+            raise invalid(name[:_QUOTED_CHARACTERS], "is not an input of this model")
     output_format = fields.pop("output_format", "f32")
     sample_rate = fields.pop("sample_rate", None)
     stream = fields.pop("stream", True)
@@ -69,7 +72,7 @@ def refuse_parameters(parameters: Mapping[str, Any]) -> None:
     """
     for name in parameters:
         if name != GRPC_MARK:
-            raise invalid(name, "is neither an input nor a parameter of this model")
+            raise invalid(name[:_QUOTED_CHARACTERS], "is neither an input nor a parameter of this model")
 
 
 def scalar(name: str, array: np.ndarray, expected: type, text: bool = True) -> Any:
@@ -97,7 +100,17 @@ def scalar(name: str, array: np.ndarray, expected: type, text: bool = True) -> A
         raise invalid(name, f"is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
+def _check_size(name: str, value: Any) -> None:
+    """Refuse here what is far too large to be passed on."""
+    if isinstance(value, str) and len(value) > MAX_TEXT_CHARACTERS:
+        raise invalid(name, f"has {len(value)} characters, the limit is {MAX_TEXT_CHARACTERS}")
+    if isinstance(value, bytes) and len(value) > MAX_ENCODED_AUDIO_BYTES:
+        raise invalid(name, f"has {len(value)} bytes, the limit is {MAX_AUDIO_BYTES}")
+
+
 def _latents(name: str, array: np.ndarray) -> np.ndarray:
     if array.dtype != np.float32:
         raise invalid(name, f"must be of type FP32, got {array.dtype}")
+    if array.nbytes > MAX_AUDIO_BYTES:
+        raise invalid(name, f"has {array.nbytes} bytes, the limit is {MAX_AUDIO_BYTES}")
     return array
