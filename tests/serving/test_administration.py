@@ -1,6 +1,5 @@
 """Administration of several workers, with workers that only take notes: all have an adapter or none, and so on."""
 
-import json
 import threading
 
 import pytest
@@ -49,9 +48,7 @@ def administration(workers):
 
 
 def ask(administration, operation, token=None, payload=None, timeout_s=60.0, **arguments):
-    return administration.handle(
-        ControlCall(operation, json.dumps(arguments).encode(), payload, token, timeout_s)
-    ).value
+    return administration.handle(ControlCall(operation, arguments, payload, token, timeout_s)).value
 
 
 def refusal(administration, *arguments, **options) -> str:
@@ -110,6 +107,27 @@ def test_what_any_worker_knows(administration, workers, operation):
     assert workers.calls == [(operation, {}, None, 60.0, None)]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "a", "nam": "b"}, "Object contains unknown field `nam`"),
+        ({}, "Object missing required field `name`"),
+        ({"name": 5}, "Expected `str`, got `int` - at `$.name`"),
+        ({"name": "a", "prompt_latents": "x"}, "Expected `bytes | null`, got `str` - at `$.prompt_latents`"),
+    ],
+)
+def test_wrong_arguments(administration, workers, arguments, message):
+    with pytest.raises(RequestError) as error:
+        administration.handle(ControlCall("register_voice", arguments))
+    assert str(error.value) == f"INVALID_ARG: arguments: {message}"
+    assert workers.calls == []
+
+
+def test_latents_stay_bytes(administration, workers):
+    administration.handle(ControlCall("register_voice", {"name": "a", "prompt_latents": b"raw"}))
+    assert workers.calls[0][1] == {"name": "a", "prompt_latents": b"raw", "given_as_payload": "reference_audio"}
+
+
 def test_time_limits_are_bounded(administration, workers):
     ask(administration, "information", timeout_s=1e9)
     ask(administration, "information", timeout_s=-5)
@@ -129,6 +147,6 @@ def test_a_token_fences_all_but_encode(workers):
 
 def test_what_is_given_as_payload_has_a_name(administration, workers):
     ask(administration, "register_voice", name="a", payload=b"x")
-    administration.handle(ControlCall("register_voice", b'{"name": "a", "payload": "prompt_audio"}', b"x"))
+    administration.handle(ControlCall("register_voice", {"name": "a", "payload": "prompt_audio"}, b"x"))
     given = [call[1]["given_as_payload"] for call in workers.calls]
     assert given == ["reference_audio", "prompt_audio"]

@@ -16,7 +16,7 @@ from collector import wait_until
 
 from dq_engine.errors import RequestError
 from dq_engine.serving import control_protocol, control_server, control_socket
-from dq_engine.serving.control_client import ControlClient, control_address
+from dq_engine.serving.control_client import ControlClient, control_address, json_arguments
 from dq_engine.serving.control_protocol import MAX_MESSAGE_BYTES, ControlCall, ControlResult
 from dq_engine.serving.control_server import ControlServer
 from dq_engine.serving.control_socket import ControlSocketError, socket_path
@@ -27,7 +27,7 @@ def echo(call: ControlCall) -> ControlResult:
         raise RequestError("NOT_FOUND", "name: nobody")
     if call.operation == "break":
         raise RuntimeError("broken")
-    return ControlResult({"operation": call.operation, "arguments": call.arguments.decode()}, call.payload)
+    return ControlResult({"operation": call.operation, "arguments": call.arguments}, call.payload)
 
 
 @pytest.fixture
@@ -70,8 +70,8 @@ def raw(path, data: bytes, close: bool = False) -> bytes:
 
 def test_a_call_and_its_answer(path, server):
     payload = os.urandom(20 * 2**20)
-    result = client(path).call(ControlCall("say", b'{"a": 1}', payload))
-    assert result == ControlResult({"operation": "say", "arguments": '{"a": 1}'}, payload)
+    result = client(path).call(ControlCall("say", {"a": 1, "b": b"raw"}, payload))
+    assert result == ControlResult({"operation": "say", "arguments": {"a": 1, "b": b"raw"}}, payload)
     assert refusal(path, ControlCall("refuse")) == "NOT_FOUND: name: nobody"
     assert refusal(path, ControlCall("break")) == "INTERNAL: break failed: broken"
 
@@ -182,10 +182,36 @@ def test_who_says_nothing_is_not_waited_for(path, monkeypatch):
     server.close()
 
 
-def test_large_arguments_are_refused(path, server):
-    message = "INVALID_ARG: arguments: has 16777217 bytes, the limit is 16777216"
-    assert refusal(path, ControlCall("say", b" " * (16 * 2**20 + 1))) == message
+def test_large_messages_are_refused(path, server):
     assert refusal(path, ControlCall("say", payload=bytes(MAX_MESSAGE_BYTES))).startswith("INVALID_ARG: control call: ")
+
+
+def test_arguments_from_json():
+    assert json_arguments(b'{"a": "x", "n": 5, "z": [1, 2.5, -3e-2]}') == {
+        "a": "x",
+        "n": 5,
+        "z": struct.pack("<3f", 1, 2.5, -0.03),
+    }
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "arguments: Input data was truncated"),
+        (b"[]", "arguments: Expected `object`, got `array`"),
+        (b"\xff", "arguments: JSON is malformed: invalid character"),
+        (b'{"a": ' + b"[" * 100_000, "arguments: "),
+        (b'{"a": [1, "2"]}', "a: must be one flat list of numbers"),
+        (b'{"a": [[1]]}', "a: must be one flat list of numbers"),
+        (b'{"a": [1' + b"0" * 400 + b"]}", "a: must be one flat list of numbers of 32 bits"),
+        (b" " * (16 * 2**20 + 1), "arguments: has 16777217 bytes, the limit is 16777216"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_arguments_that_are_none(data, message):
+    with pytest.raises(RequestError) as error:
+        json_arguments(data)
+    assert str(error.value).startswith(f"INVALID_ARG: {message}")
 
 
 def test_too_many_calls_at_once(path, monkeypatch):

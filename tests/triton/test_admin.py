@@ -130,7 +130,7 @@ def test_the_token(client):
         ("information", {"a": 1}, "arguments: Object contains unknown field `a`"),
         ("get_voice", {}, "arguments: Object missing required field `name`"),
         ("get_voice", {"name": 5}, "arguments: Expected `str`, got `int` - at `$.name`"),
-        ("register_voice", {"name": "a", "prompt_latents": ["x"]}, "arguments: Expected `float`, got `str`"),
+        ("register_voice", {"name": "a", "prompt_latents": ["x"]}, "prompt_latents: must be one flat list of numbers"),
         ("information", b" " * (16 * 2**20 + 1), "arguments: has 16777217 bytes, the limit is 16777216"),
     ],
     ids=lambda value: str(value)[:20],

@@ -28,12 +28,12 @@ class Named(Arguments):
 
 
 class RegisterVoice(Named):
-    """A voice: recordings as base64, or latents as one flat list of numbers; what is large may be the payload."""
+    """A voice: recordings as base64, or latents as raw float32; one of them may be the payload."""
 
     reference_audio: str | None = None
-    reference_latents: list[float] | None = None
+    reference_latents: bytes | None = None
     prompt_audio: str | None = None
-    prompt_latents: list[float] | None = None
+    prompt_latents: bytes | None = None
     prompt_text: str | None = None
     payload: Literal["reference_audio", "reference_latents", "prompt_audio", "prompt_latents"] = "reference_audio"
 
@@ -84,12 +84,11 @@ class Administration:
             raise invalid("operation", f'must be one of {", ".join(table)}, got "{call.operation}"')
         kind, function = table[call.operation]
         try:
-            arguments = msgspec.json.decode(call.arguments, type=kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            arguments = msgspec.convert(call.arguments, kind, builtin_types=(bytes,))
+        except msgspec.ValidationError as error:
             raise invalid("arguments", str(error)) from None
-        return function(
-            call.operation, msgspec.to_builtins(arguments), call.payload, min(max(call.timeout_s, 0.0), MAX_TIMEOUT_S)
-        )
+        arguments = msgspec.to_builtins(arguments, builtin_types=(bytes,))
+        return function(call.operation, arguments, call.payload, min(max(call.timeout_s, 0.0), MAX_TIMEOUT_S))
 
     def _on_a_worker(self, operation: str, arguments: dict, payload: Payload, timeout_s: float) -> ControlResult:
         result = self._supervisor.call(operation, arguments, payload, timeout_s)

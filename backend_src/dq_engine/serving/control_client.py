@@ -10,9 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
-from dq_engine.errors import RequestError
+from dq_engine.errors import RequestError, invalid
 from dq_engine.serving.control_protocol import (
+    MAX_ARGUMENTS_BYTES,
     TRANSFER_TIMEOUT_S,
     ControlCall,
     ControlError,
@@ -34,6 +36,29 @@ def control_address(parameters: dict[str, str]) -> tuple[Path, str]:
     """
     setting = os.environ.get("DQ_ENGINE_CONTROL_SOCKET") or parameters.get("control_socket")
     return socket_path(setting, parameters["serves"]), parameters["serves"]
+
+
+def json_arguments(data: bytes) -> dict:
+    """The arguments of a call that are given as JSON; a list of numbers becomes raw float32 bytes.
+
+    Raises:
+        RequestError: INVALID_ARG naming `arguments`, or the one that holds something else than numbers.
+    """
+    if len(data) > MAX_ARGUMENTS_BYTES:
+        raise invalid("arguments", f"has {len(data)} bytes, the limit is {MAX_ARGUMENTS_BYTES}")
+    try:
+        arguments = msgspec.json.decode(data, type=dict)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid("arguments", str(error)) from None
+    for name, value in arguments.items():
+        if isinstance(value, list):
+            if not all(isinstance(number, int | float) for number in value):
+                raise invalid(name, "must be one flat list of numbers")
+            try:
+                arguments[name] = np.array(value, "<f4").tobytes()
+            except OverflowError:
+                raise invalid(name, "must be one flat list of numbers of 32 bits") from None
+    return arguments
 
 
 class ControlClient:

@@ -11,7 +11,6 @@ import msgspec
 
 from dq_engine.errors import RequestError
 from dq_engine.serving.control_protocol import (
-    MAX_ARGUMENTS_BYTES,
     TRANSFER_TIMEOUT_S,
     ControlCall,
     ControlError,
@@ -97,9 +96,6 @@ class ControlServer:
             _answer(connection, ControlError("INVALID_ARG", f"control call: {error}"))
             return
         try:
-            if len(call.arguments) > MAX_ARGUMENTS_BYTES:
-                message = f"arguments: has {len(call.arguments)} bytes, the limit is {MAX_ARGUMENTS_BYTES}"
-                raise RequestError("INVALID_ARG", message)
             answer = self._handle(call)
         except RequestError as error:
             answer = ControlError(error.code, error.message)

@@ -80,7 +80,7 @@ class Operations:
     def _register_voice(
         self, payload: bytes | None, name: str, given_as_payload: str, prompt_text: str | None = None, **fields
     ) -> dict:
-        """`fields`: (reference|prompt)_audio as base64, (reference|prompt)_latents as numbers, frame after frame."""
+        """`fields`: (reference|prompt)_audio as base64, (reference|prompt)_latents as raw float32."""
         voices = self._voices
         voices.check_new(name)
         if payload is not None:
@@ -89,21 +89,21 @@ class Operations:
             fields[given_as_payload] = payload
         latents = {}
         for kind in ("reference", "prompt"):
-            audio, numbers = fields.get(f"{kind}_audio"), fields.get(f"{kind}_latents")
-            if audio is not None and numbers is not None:
+            audio, raw = fields.get(f"{kind}_audio"), fields.get(f"{kind}_latents")
+            if audio is not None and raw is not None:
                 raise invalid(f"{kind}_latents", f"cannot be combined with {kind}_audio")
             if audio is not None:
                 data = audio.encode() if isinstance(audio, str) else audio
                 latents[f"{kind}_latents"], _ = self._engine.encode(data, kind, f"{kind}_audio")
-            if numbers is not None:
-                latents[f"{kind}_latents"] = self._frames(f"{kind}_latents", numbers)
+            if raw is not None:
+                latents[f"{kind}_latents"] = self._frames(f"{kind}_latents", raw)
         return voices.register(name, prompt_text=prompt_text, **latents)
 
-    def _frames(self, field: str, numbers: list[float] | bytes) -> np.ndarray:
+    def _frames(self, field: str, raw: bytes) -> np.ndarray:
         width = self._engine.feat_dim
-        if isinstance(numbers, bytes) and len(numbers) % 4:
-            raise invalid(field, f"must hold float32 numbers, got {len(numbers)} bytes")
-        array = np.frombuffer(numbers, "<f4") if isinstance(numbers, bytes) else np.array(numbers, np.float32)
+        if len(raw) % 4:
+            raise invalid(field, f"must hold float32 numbers, got {len(raw)} bytes")
+        array = np.frombuffer(raw, "<f4")
         if array.size % width:
             raise invalid(field, f"must hold {width} numbers a frame, got {array.size}")
         return array.reshape(-1, width)

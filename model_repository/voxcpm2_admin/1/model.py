@@ -2,19 +2,20 @@
 
 import json
 import logging
+import math
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from dq_engine.errors import RequestError, invalid
 from dq_engine.request import MAX_ENCODED_AUDIO_BYTES
-from dq_engine.serving.control_client import ControlClient, control_address
-from dq_engine.serving.control_protocol import MAX_ARGUMENTS_BYTES, ControlCall, ControlResult
+from dq_engine.serving.control_client import ControlClient, control_address, json_arguments
+from dq_engine.serving.control_protocol import ControlCall, ControlResult
 from dq_engine.serving.request_parser import refuse_parameters, scalar
 
 THREADS, MAX_WAITING = 8, 24
 TIMEOUT_S = 300.0
-LIMITS = {"arguments": MAX_ARGUMENTS_BYTES, "payload": MAX_ENCODED_AUDIO_BYTES, "operation": 64, "token": 4096}
+LIMITS = {"payload": MAX_ENCODED_AUDIO_BYTES, "operation": 64, "token": 4096}
 
 
 class TritonPythonModel:
@@ -47,8 +48,9 @@ def _call(inputs: dict[str, np.ndarray]) -> ControlCall:
     fields = {}
     for name, array in inputs.items():
         fields[name] = scalar(name, array, np.object_, text=name in ("operation", "token"))
-        if len(fields[name]) > LIMITS[name]:
+        if len(fields[name]) > LIMITS.get(name, math.inf):
             raise invalid(name, f"has {len(fields[name])} bytes, the limit is {LIMITS[name]}")
+    fields["arguments"] = json_arguments(fields["arguments"])
     return ControlCall(**fields, timeout_s=TIMEOUT_S)
 
 

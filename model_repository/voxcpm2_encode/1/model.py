@@ -47,7 +47,7 @@ def _call(inputs: dict[str, np.ndarray]) -> ControlCall:
     if len(audio) > MAX_ENCODED_AUDIO_BYTES:
         raise invalid("audio", f"has {len(audio)} bytes, the limit is {MAX_AUDIO_BYTES}")
     purpose = scalar("purpose", inputs["purpose"], np.object_)
-    return ControlCall("encode", json.dumps({"purpose": purpose}).encode(), audio, timeout_s=TIMEOUT_S)
+    return ControlCall("encode", {"purpose": purpose}, audio, timeout_s=TIMEOUT_S)
 
 
 def _respond(sender, answer: ControlResult | RequestError) -> None:
