@@ -95,7 +95,7 @@ def load(config: EngineConfig, path: Path, progress: Callable[[str, float], None
         try:
             with torch.inference_mode():
                 decode, prefill_seconds = runner.capture(buckets, config.prefill_graph_lora, progress)
-                vocode = vae.capture(runner.condition[:1], max_num_seqs, progress)
+                vocode = vae.capture(runner.state.condition[:1], max_num_seqs, progress)
         except torch.cuda.OutOfMemoryError as error:
             raise ValueError(
                 "the GPU's memory does not hold the CUDA graphs beside the KV cache: lower gpu_memory_utilization "

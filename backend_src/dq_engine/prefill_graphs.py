@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from dq_engine.graphs import BatchGraphs, capture, replay_seconds
 from dq_engine.prefill import PrefillArrays, PrefillShape, PromptBatch
+from dq_engine.slot_state import to_device
 
 Bucket = tuple[int, int]
 """Prompts, tokens."""
@@ -116,12 +116,12 @@ class PrefillGraphs:
         self.counters["prefill_padding_tokens"] += shape.tokens - need.tokens
         patches = batch.patches()
         if len(patches):
-            inputs = [_upload(patches, self._encoded.device).to(self._encoded.dtype)]
+            inputs = [to_device(patches, self._encoded.device).to(self._encoded.dtype)]
             if self._adapters:
-                inputs.append(_upload(batch.adapters(), self._encoded.device))
+                inputs.append(to_device(batch.adapters(), self._encoded.device))
             self._encoded[1 : 1 + len(patches)] = self._encode(*inputs)[0]
         graph, array, outputs = self._graphs[shape]
-        array.copy_(_upload(batch.array(shape, self._scratch_slot, self._scratch_row), array.device))
+        array.copy_(to_device(batch.array(shape, self._scratch_slot, self._scratch_row), array.device))
         graph.replay()
         return tuple(output[: need.prompts].clone() for output in outputs)
 
@@ -137,7 +137,3 @@ class PrefillGraphs:
         need = batch.shape
         fitting = [s for s in self._graphs if s.prompts >= need.prompts and s.tokens >= need.tokens]
         return min(fitting, key=self.seconds.__getitem__, default=None)
-
-
-def _upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)

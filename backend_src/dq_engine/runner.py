@@ -1,4 +1,4 @@
-"""One step on the device. The state of every stream lives there, in tensors indexed by slot."""
+"""One step on the device: prompts, patches, or both, in CUDA graphs where there are some."""
 
 import contextlib
 import time
@@ -19,6 +19,7 @@ from dq_engine.prefill import PrefillArrays, PromptBatch
 from dq_engine.prefill_graphs import Bucket, PrefillGraphs
 from dq_engine.scheduler import Prefill, Step
 from dq_engine.sequence import Sequence
+from dq_engine.slot_state import SlotState, to_device
 
 
 @dataclass
@@ -79,21 +80,8 @@ class Runner:
         self.device, self.dtype = weight.device, weight.dtype
         self.patch_size, self.feat_dim = model.patch_size, model.feat_dim
         self.max_model_len = max_model_len
-        self.scratch_slot = max_num_seqs
-        """A slot more than there are streams: the rows that fill a graph's batch up read and write it."""
-
-        def state(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(max_num_seqs + 1, *shape, dtype=dtype, device=self.device)
-
-        self.condition = state(self.patch_size, self.feat_dim, dtype=self.dtype)
-        """The patch before: LocDiT's condition, and the language models' next input."""
-        # Four numbers of each stream: its step; the place in it of the token that is fed back at step 0; the key of its
-        # noise; its adapter's slot, or -1.
-        self._numbers = state(4)
-        self.steps, self.offset, self.seeds, self.adapters = self._numbers.unbind(1)
-        self.adapters.fill_(-1)
-        self.cfg_value, self.temperature = state(dtype=self.dtype), state(dtype=torch.float32)
-        self.block_tables = state(-(-max_model_len // BLOCK_SIZE), dtype=torch.int32)
+        self.state = SlotState(max_num_seqs, max_model_len, self.patch_size, self.feat_dim, self.device, self.dtype)
+        self.scratch_slot = self.state.scratch_slot
         self._lora = checkpoint.lora
         # Each by whether any of the streams has an adapter; those without are not slowed down by there being adapters.
         self._decode_graphs: dict[bool, BatchGraphs] = {}
@@ -105,7 +93,7 @@ class Runner:
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Make the KV cache: `num_blocks` for the streams, and one for the scratch slot."""
         self.attention.allocate(num_blocks + 1)
-        self.block_tables[self.scratch_slot] = num_blocks
+        self.state.block_tables[self.scratch_slot] = num_blocks
         self._scratch_row = num_blocks * BLOCK_SIZE
 
     def capture(
@@ -158,7 +146,7 @@ class Runner:
                 self._encode,
                 lambda parts, encoded, a=adapters: self._forward_prompts(parts, encoded, a),
                 prefill_buckets,
-                self.condition[:1],
+                self.state.condition[:1],
                 self.backbone.hidden_size,
                 self.attention.queries_per_tile,
                 self.scratch_slot,
@@ -178,26 +166,6 @@ class Runner:
         return dict(total)
 
     @torch.inference_mode()
-    def start(self, sequences: list[Sequence]) -> None:
-        """Put the state of sequences that were admitted, or are back after a preemption, into their slots."""
-        # One upload for all of it: the slot, the four numbers, two scales as the bits of doubles, the blocks.
-        array = np.zeros((len(sequences), 7 + max(len(s.blocks) for s in sequences)), np.int64)
-        for row, s in zip(array, sequences, strict=True):
-            # The patch that comes out of the prompt is fed back, after the prompt, at the step after it.
-            row[:5] = s.slot, s.generated, s.prompt_length - (s.generated + 1), s.seed, s.adapter_slot
-            row[5:7].view(np.float64)[:] = s.cfg_value, s.temperature
-            row[7 : 7 + len(s.blocks)] = s.blocks
-        array = self._to_device(array)
-        slots, scales = array[:, 0], array[:, 5:7].view(torch.float64)
-        self._numbers[slots] = array[:, 1:5]
-        self.cfg_value[slots], self.temperature[slots] = scales[:, 0].to(self.dtype), scales[:, 1].float()
-        self.block_tables[slots, : array.size(1) - 7] = array[:, 7:].int()
-        self.condition.index_fill_(0, slots, 0)
-        if back := [s for s in sequences if s.last_patch is not None]:
-            slots = self._to_device(np.array([s.slot for s in back]))
-            self.condition[slots] = self._to_device(np.stack([s.last_patch for s in back])).to(self.dtype)
-
-    @torch.inference_mode()
     def run(self, step: Step) -> StepOutput | None:
         """Launch one step; None if no stream gets a patch in it.
 
@@ -205,13 +173,13 @@ class Runner:
         """
         launched_at = time.monotonic()
         if step.grown:
-            self._extend_block_tables(step.grown)
+            self.state.extend_block_tables(step.grown)
         mu, stop, seconds = self._prefill(step.prefills) if step.prefills else (None, None, 0.0)
         slots = [s.slot for s in step.sampled]
         if not slots:
             return None
         self._decoded["decode_graph_hits"] += bool(self._decode_graphs)
-        slots = self._to_device(np.array(slots, np.int64))
+        slots = self._upload(np.array(slots, np.int64))
         completed, decoding = slots.split([len(slots) - len(step.decodes), len(step.decodes)])
         if self._decode_graphs and not len(completed):
             graphs = self._decode_graphs[_any_adapter(step.decodes)]
@@ -233,22 +201,17 @@ class Runner:
 
     def _sample(self, slots: torch.Tensor, mu: torch.Tensor, adapters: bool) -> torch.Tensor:
         """The next patch of each stream, kept as its state and returned, [R, patch_size, feat_dim]."""
-        noise = patch_noise(self.seeds[slots], self.steps[slots], self.patch_size, self.feat_dim)
-        noise = (noise * self.temperature[slots][:, None, None]).transpose(1, 2).to(self.dtype)
-        with self._lora.sampling(self.adapters[slots]) if adapters else contextlib.nullcontext():
-            latents = self.diffusion.forward(noise, mu, self.condition[slots], self.cfg_value[slots])
-        self.condition[slots] = latents
-        self.steps[slots] += slots != self.scratch_slot
+        noise = patch_noise(self.state.seeds[slots], self.state.steps[slots], self.patch_size, self.feat_dim)
+        noise = (noise * self.state.temperature[slots][:, None, None]).transpose(1, 2).to(self.dtype)
+        with self._lora.sampling(self.state.adapters[slots]) if adapters else contextlib.nullcontext():
+            latents = self.diffusion.forward(noise, mu, self.state.condition[slots], self.state.cfg_value[slots])
+        self.state.condition[slots] = latents
+        self.state.steps[slots] += slots != self.scratch_slot
         return latents
 
     def _decode_and_sample(self, slots: torch.Tensor, adapters: bool) -> tuple[torch.Tensor, torch.Tensor]:
         mu, stop = self._decode(slots, self.max_model_len, adapters)
         return self._sample(slots, mu, adapters), stop
-
-    def _extend_block_tables(self, grown: list[Sequence]) -> None:
-        rows, columns, blocks = zip(*((s.slot, len(s.blocks) - 1, s.blocks[-1]) for s in grown), strict=True)
-        index = self._to_device(np.array([rows, columns], np.int64))
-        self.block_tables[index[0], index[1]] = self._to_device(np.array(blocks, np.int32))
 
     def _prefill(self, prefills: list[Prefill]) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Take prompt tokens in; mu and stop of the streams whose prompt is complete, and what it takes at least."""
@@ -258,12 +221,12 @@ class Runner:
         graphs = self._prefill_graphs.get(adapters)
         outputs = graphs(batch) if graphs is not None else None
         if outputs is None:
-            encoded = self.condition.new_zeros(1, self.backbone.hidden_size)
+            encoded = self.state.condition.new_zeros(1, self.backbone.hidden_size)
             if len(patches := batch.patches()):
-                patches = self._to_device(patches).to(self.dtype)
-                slots = self._to_device(batch.adapters()) if adapters else None
+                patches = self._upload(patches).to(self.dtype)
+                slots = self._upload(batch.adapters()) if adapters else None
                 encoded = torch.cat([encoded, self._encode(patches, slots)])
-            array = self._to_device(batch.array(batch.shape, self.scratch_slot, self._scratch_row))
+            array = self._upload(batch.array(batch.shape, self.scratch_slot, self._scratch_row))
             outputs = self._forward_prompts(batch.shape.split(array), encoded, adapters, batch.lengths)
         mu, stop = outputs
         return mu[: batch.completed], stop[: batch.completed], graphs.seconds_of(batch) if graphs is not None else 0.0
@@ -282,7 +245,7 @@ class Runner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.attention.metadata = PagedMetadata(
             slots=parts.cache_slots,
-            block_tables=self.block_tables[parts.slots],
+            block_tables=self.state.block_tables[parts.slots],
             context_lens=parts.context_lens,
             max_context=self.max_model_len,
             query_starts=parts.query_starts,
@@ -292,15 +255,15 @@ class Runner:
         tokens = PromptTokens(parts.token_ids, parts.positions, encoded, parts.patch_index, parts.sample_rows)
         if not adapters:
             return self.backbone.prefill(tokens)
-        used = self.adapters[parts.slots]
+        used = self.state.adapters[parts.slots]
         cut = parts.tiles, self.attention.queries_per_tile, parts.query_starts
         with self._lora.prompts(used, *cut, len(parts.token_ids)):
             return self.backbone.prefill(tokens)
 
     def _decode(self, slots: torch.Tensor, max_context: int, adapters: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Feed each stream its last patch; mu and stop for the next."""
-        positions = self.offset[slots] + self.steps[slots]
-        tables = self.block_tables[slots]
+        positions = self.state.offset[slots] + self.state.steps[slots]
+        tables = self.state.block_tables[slots]
         blocks = tables.gather(1, (positions // BLOCK_SIZE)[:, None])[:, 0].long()
         self.attention.metadata = PagedMetadata(
             slots=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
@@ -308,12 +271,11 @@ class Runner:
             context_lens=(positions + 1).to(torch.int32),
             max_context=max_context,
         )
-        with self._lora.decoding(self.adapters[slots]) if adapters else contextlib.nullcontext():
-            return self.backbone.decode(self.condition[slots], positions)
+        with self._lora.decoding(self.state.adapters[slots]) if adapters else contextlib.nullcontext():
+            return self.backbone.decode(self.state.condition[slots], positions)
 
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+    def _upload(self, array: np.ndarray) -> torch.Tensor:
+        return to_device(array, self.device)
 
     def _to_host(
         self, stop: torch.Tensor, latents: torch.Tensor

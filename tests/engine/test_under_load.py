@@ -186,7 +186,7 @@ def test_only_the_stream_at_fault_fails(path, fault, monkeypatch):
         sample = runner._sample
 
         def faulty(slots, mu, adapters):
-            bad = runner.seeds[slots] == 666
+            bad = runner.state.seeds[slots] == 666
             if fault == "step" and bad.any():
                 raise RuntimeError("boom")
             latents = sample(slots, mu, adapters)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from dq_engine.graphs import BatchGraphs, batch_buckets
+from dq_engine.slot_state import to_device
 from dq_engine.vae.decoder import StreamingDecoder
 
 
@@ -136,8 +137,7 @@ class VaeStage:
         return self._graphs(slots, latents)[0]
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.cuda_stream is not None else tensor
+        return to_device(array, self.device)
 
     def _on_stream(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self.cuda_stream is None else torch.cuda.stream(self.cuda_stream)
