@@ -91,7 +91,7 @@ def test_a_folder_that_is_not_private_is_refused(path, tmp_path, trouble):
         path.parent.symlink_to(tmp_path / "elsewhere")
     else:
         path.parent.write_text("")
-    with pytest.raises(ControlSocketError, match="has to be a folder that its owner alone"):
+    with pytest.raises(ControlSocketError, match=r"has to be a folder of user \d+, mode 0700"):
         ControlServer(path, echo)
 
 

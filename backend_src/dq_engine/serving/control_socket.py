@@ -88,7 +88,7 @@ def _private_folder(folder: Path) -> Path:
         folder.mkdir(mode=0o700, parents=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ControlSocketError(f"{folder} has to be a folder that its owner alone, user {os.getuid()}, can reach")
+        raise ControlSocketError(f"{folder} has to be a folder of user {os.getuid()}, mode 0700 (control_socket puts it elsewhere)")
     return folder
 
 

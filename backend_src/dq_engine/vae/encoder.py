@@ -22,6 +22,8 @@ class VaeEncoder:
         self.sample_rate = vae.sample_rate
         self.patch_samples = patch_size * vae.encoder_chunk_size
         self.device = next(vae.parameters()).device
+        # On the engine's own stream its steps would wait until a whole batch of recordings has been encoded.
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     @torch.inference_mode()
     def encode(self, recordings: Sequence[np.ndarray], pad_left: Sequence[bool]) -> list[np.ndarray]:
@@ -35,6 +37,10 @@ class VaeEncoder:
         Returns:
             For each, float32 [frames, feat_dim], frames a multiple of the patch size.
         """
+        with torch.cuda.stream(self._stream):  # nothing on a CPU
+            return self._encode(recordings, pad_left)
+
+    def _encode(self, recordings: Sequence[np.ndarray], pad_left: Sequence[bool]) -> list[np.ndarray]:
         padded = []
         for samples, left in zip(recordings, pad_left, strict=True):
             wave = torch.from_numpy(samples).to(self.device)
