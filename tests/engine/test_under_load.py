@@ -238,10 +238,10 @@ def test_a_chunk_that_cannot_be_delivered_ends_only_its_stream(path, monkeypatch
         delivery = engine._delivery
         deliver_row = delivery._deliver_row
 
-        def faulty(item, samples, now):
+        def faulty(item, samples, now, crowd):
             if item.sequence.seed == 666:
                 raise MemoryError("no room")
-            deliver_row(item, samples, now)
+            deliver_row(item, samples, now, crowd)
 
         monkeypatch.setattr(delivery, "_deliver_row", faulty)
         good = engine.submit(Request(text="a", seed=1, max_generate_length=30))
