@@ -88,7 +88,8 @@ def _private_folder(folder: Path) -> Path:
         folder.mkdir(mode=0o700, parents=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ControlSocketError(f"{folder} has to be a folder of user {os.getuid()}, mode 0700 (control_socket puts it elsewhere)")
+        what = f"a folder of user {os.getuid()}, mode 0700 (control_socket puts it elsewhere)"
+        raise ControlSocketError(f"{folder} has to be {what}")
     return folder
 
 
