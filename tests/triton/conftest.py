@@ -49,4 +49,5 @@ def shared_tight_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tr
     with TritonServer(
         model=ROOT / "models" / "small", model_repository=repository, environment=settings, model_control=True
     ) as server:
+        wait_until(lambda: metrics(server)[f"voxcpm2_patches_total{LABELS}"] == 1, 5, "the warm-up's patch is counted")
         yield server
