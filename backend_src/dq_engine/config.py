@@ -32,6 +32,9 @@ class EngineConfig(BaseSettings):
         pattern=rf"^((\d+|{_DEVICE})(,(\d+|{_DEVICE}))*)?$",
         description="an engine worker on each of these, as 0,1 (N is auto:N) or cpu,cpu; empty = one on `device`",
     )
+    tensor_parallel_size: int = Field(
+        default=1, ge=1, le=8, description="GPUs that share one engine: a worker's device and those after it"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="of the language models and LocDiT; auto is bfloat16 on a GPU, float32 on a CPU"
     )

@@ -22,10 +22,13 @@ from dq_engine.config import EngineConfig, resolve_checkpoint
 from dq_engine.delivery import Delivery
 from dq_engine.errors import RequestError, invalid
 from dq_engine.kv_cache import BlockPool
-from dq_engine.loading import Limits, load
+from dq_engine.loading import Limits, Parts, load
 from dq_engine.loop import EngineLoop
 from dq_engine.lora.registry import NO_ADAPTERS, AdapterRegistry, Lease, parse_preload
+from dq_engine.model.checkpoint import read_config
 from dq_engine.pacing import Pacer
+from dq_engine.parallel.group import check_divisible
+from dq_engine.parallel.leader import Followers, LeadingRunner
 from dq_engine.request import MAX_DRAWN_SEED, Chunk, Request
 from dq_engine.scheduler import Scheduler
 from dq_engine.sequence import PromptBuilder
@@ -50,6 +53,8 @@ class DqCoreEngine:
         self._accepted: dict[Stream, Lease | None] = {}
         """Streams that have not ended, and their holds on adapters; guarded by _lock."""
         self._adapters: AdapterRegistry | None = None
+        self._followers: Followers | None = None
+        """The other processes, with tensor parallelism."""
         self.voices: VoiceStore | None = None
         """The stored voices, if there is a folder for them."""
 
@@ -64,7 +69,7 @@ class DqCoreEngine:
             ValueError: the settings do not go together, or do not fit the device.
         """
         progress = progress or (lambda stage, fraction: None)
-        parts = load(self.config, resolve_checkpoint(self.config.model), progress)
+        parts = self._load(resolve_checkpoint(self.config.model), progress)
         checkpoint, self._limits, self._runner = parts.checkpoint, parts.limits, parts.runner
         self.sample_rate, self.encoder_sample_rate = checkpoint.vae.out_sample_rate, checkpoint.vae.sample_rate
         self.patch_size, self.feat_dim = checkpoint.model.patch_size, checkpoint.model.feat_dim
@@ -135,6 +140,22 @@ class DqCoreEngine:
         self._delivery.vae_seconds = 0.0
         progress("warm up", 1.0)
         return self
+
+    def _load(self, path: Path, progress: Callable[[str, float], None]) -> Parts:
+        size = self.config.tensor_parallel_size
+        if size == 1:
+            return load(self.config, path, progress)
+        check_divisible(read_config(path)[0], size)
+        if self.config.lora_max_loras:
+            raise ValueError("tensor_parallel_size: adapters need an engine of one GPU; set lora_max_loras to 0")
+        self._followers = Followers(self.config, path)
+        try:
+            parts = load(self.config, path, progress, self._followers.rank, LeadingRunner)
+        except BaseException:
+            self._followers.stop()
+            raise
+        parts.runner.followers = self._followers
+        return parts
 
     def submit(self, request: Request, on_chunk: Callable[[Chunk], None] | None = None) -> Stream:
         """Speak a request.
@@ -293,6 +314,8 @@ class DqCoreEngine:
         if self._adapters is not None:
             self._adapters.stop()
         self._delivery.stop()
+        if self._followers is not None:
+            self._followers.stop()
 
     def __enter__(self) -> "DqCoreEngine":
         return self.start()

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from dq_engine.parallel.group import agree_on_least
+
 _FIRST_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128)
 
 
@@ -101,11 +103,11 @@ def capture(
 
 
 def replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
-    """Seconds of one replay, the second of two."""
+    """Seconds of one replay, the second of two; the same in all processes of a tensor-parallel engine."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph.replay()
     begin.record()
     graph.replay()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return agree_on_least(begin.elapsed_time(end) / 1e3, torch.device("cuda", torch.cuda.current_device()))

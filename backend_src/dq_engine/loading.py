@@ -11,6 +11,7 @@ from dq_engine.attention.base import BLOCK_SIZE
 from dq_engine.config import EngineConfig
 from dq_engine.lora.layers import LoraSettings
 from dq_engine.model.checkpoint import Checkpoint, load_checkpoint
+from dq_engine.parallel.group import Rank, agree_on_least
 from dq_engine.prefill_graphs import parse_buckets
 from dq_engine.runner import Runner
 from dq_engine.vae.decoder import StreamingDecoder
@@ -49,8 +50,18 @@ class Parts:
     """How long prompts of so many tokens take, likewise."""
 
 
-def load(config: EngineConfig, path: Path, progress: Callable[[str, float], None]) -> Parts:
+def load(
+    config: EngineConfig,
+    path: Path,
+    progress: Callable[[str, float], None],
+    rank: Rank | None = None,
+    runner_kind: type[Runner] = Runner,
+) -> Parts:
     """Load the checkpoint onto the device and allocate what the streams will need.
+
+    Args:
+        rank: of this process, where several share one engine; waits for the others.
+        runner_kind: what runs the steps.
 
     Raises:
         CheckpointError: the checkpoint cannot be served.
@@ -71,13 +82,16 @@ def load(config: EngineConfig, path: Path, progress: Callable[[str, float], None
             "every running stream takes one token of a step"
         )
     lora = _lora_settings(config)
+    if rank is not None:
+        rank.join(device)
     checkpoint = load_checkpoint(path, device, dtype, config.inference_timesteps, progress, lora)
     max_model_len = _max_model_len(config, checkpoint)
-    runner = Runner(checkpoint, config.attention, config.inference_timesteps, max_num_seqs, max_model_len)
+    runner = runner_kind(checkpoint, config.attention, config.inference_timesteps, max_num_seqs, max_model_len)
     # Half precision is 55 dB from float32 in the AudioVAE (tests/gpu); who asks for float32 gets it throughout.
     vae_dtype = torch.float16 if on_gpu and dtype != torch.float32 else torch.float32
     decoder = StreamingDecoder(checkpoint.vae, max_num_seqs + 1, vae_dtype, config.vae_compile)
     num_blocks = config.num_kvcache_blocks or _num_kv_blocks(config, runner, max_num_seqs, max_model_len)
+    num_blocks = int(agree_on_least(num_blocks, device))
     runner.allocate_kv_cache(num_blocks)
     limits = Limits(
         max_num_seqs=max_num_seqs,

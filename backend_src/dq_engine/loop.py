@@ -226,6 +226,8 @@ class EngineLoop:
         try:
             output = self._runner.run(step)
         except Exception as error:
+            if not self._runner.isolates_faults:
+                raise
             self._isolate(step, error)
             return
         self.scheduler.publish(step.prefills)

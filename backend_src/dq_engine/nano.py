@@ -157,9 +157,7 @@ def copy_weight(model: VoxCPM2Model, name: str, value: torch.Tensor) -> str:
         packed, shard = model.packed_modules_mapping[part]
         target, arguments = name.replace(f".{part}.", f".{packed}."), (shard,)
     parameter = model.get_parameter(target)
-    expected = tuple(parameter.shape)
-    if arguments:
-        expected = _shard_shape(model.get_submodule(target.rpartition(".")[0]), parameter, *arguments)
+    expected = _whole_shape(model.get_submodule(target.rpartition(".")[0]), parameter, *arguments)
     if tuple(value.shape) != expected:
         raise ValueError(f"has shape {list(value.shape)}, config.json makes it {list(expected)}")
     if hasattr(parameter, "weight_loader"):
@@ -169,12 +167,22 @@ def copy_weight(model: VoxCPM2Model, name: str, value: torch.Tensor) -> str:
     return target
 
 
-def _shard_shape(module: nn.Module, parameter: nn.Parameter, shard: str | int) -> tuple[int, ...]:
-    if isinstance(shard, int):
-        rows = module.output_sizes[shard]
-    else:
-        rows = (module.num_heads if shard == "q" else module.num_kv_heads) * module.head_size
-    return (rows, *parameter.shape[1:])
+def _whole_shape(module: nn.Module, parameter: nn.Parameter, part: str | int | None = None) -> tuple[int, ...]:
+    """The shape in a checkpoint, where nothing is packed nor shared out to several processes.
+
+    Args:
+        part: of a packed matrix, which one.
+    """
+    processes = getattr(module, "tp_size", 1)
+    if isinstance(part, int):
+        return (module.output_sizes[part], *parameter.shape[1:])
+    if part is not None:
+        heads = module.num_heads if part == "q" else module.num_kv_heads
+        return (heads * module.head_size * processes, *parameter.shape[1:])
+    shape = list(parameter.shape)
+    if processes > 1 and (dim := getattr(module, "tp_dim", 0)) is not None:  # an embedding is shared out by rows
+        shape[dim] *= processes
+    return tuple(shape)
 
 
 class _LoraBackend:

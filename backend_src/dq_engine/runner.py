@@ -61,6 +61,8 @@ class StepOutput:
 class Runner:
     """Runs steps of one model.
 
+    `isolates_faults`: after a step that raised another may be run.
+
     Args:
         checkpoint: the loaded model.
         attention: the `attention` setting.
@@ -68,6 +70,8 @@ class Runner:
         max_num_seqs: slots.
         max_model_len: most tokens of a stream.
     """
+
+    isolates_faults = True
 
     def __init__(
         self, checkpoint: Checkpoint, attention: str, inference_timesteps: int, max_num_seqs: int, max_model_len: int

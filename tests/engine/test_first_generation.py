@@ -10,7 +10,7 @@ from reference.recordings import write_voice
 
 from dq_engine.engine import DqCoreEngine, EngineConfig, Request, RequestError
 from dq_engine.errors import CheckpointError
-from dq_engine.model.checkpoint import _read_config
+from dq_engine.model.checkpoint import read_config
 
 
 @pytest.fixture(scope="module", params=FIRST_GENERATION, ids=lambda shape: shape.name)
@@ -100,7 +100,7 @@ def test_what_a_configuration_leaves_out_is_as_in_the_official_package(tmp_path)
     for name in ("architecture", "audio_vae_config", "patch_size", "residual_lm_num_layers", "max_length"):
         raw.pop(name, None)
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    config, _, first_generation = _read_config(tmp_path)
+    config, _, first_generation = read_config(tmp_path)
     assert first_generation
     assert (config.patch_size, config.residual_lm_num_layers, config.max_length) == (2, 6, 4096)
     vae = config.audio_vae_config

@@ -73,7 +73,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: something is missing, unreadable or not supported; says which and how to mend it.
     """
-    config, mean_mode, first_generation = _read_config(path)
+    config, mean_mode, first_generation = read_config(path)
     if first_generation and lora is not None:
         raise CheckpointError(f"{path} is a VoxCPM 0.5B or 1.5: adapters are for VoxCPM2; set lora_max_loras to 0")
     progress("tokenizer", 0.0)
@@ -104,7 +104,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _read_config(path: Path) -> tuple[VoxCPM2Config, bool, bool]:
+def read_config(path: Path) -> tuple[VoxCPM2Config, bool, bool]:
     """The configuration, mean_mode and first_generation, as in `Checkpoint`."""
     file = path / "config.json"
     if not file.is_file():

@@ -1,0 +1,106 @@
+"""The process with the engine: it starts the others, and has them run each step along."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dq_engine.config import EngineConfig
+from dq_engine.parallel.group import Rank
+from dq_engine.parallel.messages import Message, Run, Slot, Start, write
+from dq_engine.runner import Runner, StepOutput
+from dq_engine.scheduler import Step
+from dq_engine.sequence import Sequence
+
+_PACKAGES = str(Path(__file__).parents[2])
+_STOP_S = 5.0
+
+
+class Followers:
+    """The other processes of a tensor-parallel engine; making it starts them. One engine of this kind a process.
+
+    Args:
+        config: of the engine.
+        path: the checkpoint.
+
+    Raises:
+        ValueError: there are not enough GPUs.
+    """
+
+    def __init__(self, config: EngineConfig, path: Path) -> None:
+        size = config.tensor_parallel_size
+        devices = _devices(config.device, size)
+        self._folder = tempfile.mkdtemp(prefix="dq-parallel-")  # mode 0700
+        self.rank = Rank(0, size, self._folder)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all of them are on this machine
+        paths = os.pathsep.join(filter(None, [_PACKAGES, os.environ.get("PYTHONPATH")]))
+        self._processes = []
+        for index in range(1, size):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "dq_engine.parallel.follower"],
+                stdin=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": paths},
+            )
+            settings = {**config.model_dump(mode="json"), "device": devices[index]}
+            first = {"config": settings, "path": str(path), "rank": [index, size, self._folder]}
+            process.stdin.write(json.dumps(first).encode() + b"\n")
+            process.stdin.flush()
+            self._processes.append(process)
+
+    def send(self, message: Message) -> None:
+        """Have all of them do something.
+
+        Raises:
+            OSError: one of them has died.
+        """
+        for process in self._processes:
+            write(process.stdin, message)
+
+    def stop(self) -> None:
+        """End them."""
+        for process in self._processes:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class LeadingRunner(Runner):
+    """A runner that has the others run the same. Whatever fails ends the engine: nobody could tell who is where."""
+
+    isolates_faults = False
+    followers: Followers
+
+    def start(self, sequences: list[Sequence]) -> None:
+        self.followers.send(Start([Slot.of(sequence) for sequence in sequences]))
+        super().start(sequences)
+
+    def run(self, step: Step) -> StepOutput | None:
+        self.followers.send(Run.of(step))
+        return super().run(step)
+
+
+def _devices(device: str, size: int) -> list[str]:
+    """Of each process: the GPU that is given and those after it, or the CPU."""
+    name, _, number = device.partition(":")
+    if name == "cpu" or name == "auto" and not torch.cuda.is_available():
+        return ["cpu"] * size
+    first = int(number or 0)
+    if first + size > torch.cuda.device_count():
+        there = torch.cuda.device_count()
+        raise ValueError(f"tensor_parallel_size is {size} and device {device}, but there are {there} CUDA devices")
+    return [f"cuda:{first + index}" for index in range(size)]
