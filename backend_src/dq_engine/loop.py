@@ -210,7 +210,7 @@ class EngineLoop:
             if not sequence.admitted:
                 sequence.admitted, sequence.cached_tokens = now, sequence.prefilled
                 self.counters["cached_tokens"] += sequence.cached_tokens
-        self._runner.state.start(sequences)
+        self._runner.start(sequences)
         if fresh := {s.slot: s.vae_context for s in sequences if s.vae_state is None}:
             self._vae.start(fresh)
         for sequence in sequences:

@@ -61,8 +61,6 @@ class StepOutput:
 class Runner:
     """Runs steps of one model.
 
-    `isolates_faults`: after a step that raised another may be run.
-
     Args:
         checkpoint: the loaded model.
         attention: the `attention` setting.
@@ -72,6 +70,7 @@ class Runner:
     """
 
     isolates_faults = True
+    """Whether another step may be run after one that raised."""
 
     def __init__(
         self, checkpoint: Checkpoint, attention: str, inference_timesteps: int, max_num_seqs: int, max_model_len: int
@@ -168,6 +167,10 @@ class Runner:
         for graphs in self._prefill_graphs.values():
             total.update(graphs.counters)
         return dict(total)
+
+    def start(self, sequences: list[Sequence]) -> None:
+        """`SlotState.start`. The loop calls this and `run`: parallel/leader.py has other processes do the same."""
+        self.state.start(sequences)
 
     @torch.inference_mode()
     def run(self, step: Step) -> StepOutput | None:

@@ -150,6 +150,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(folder):
     assert (status, out) == (0, "nothing to speak: 30 done before, 0 failed\n")
 
 
+@pytest.mark.slow
 def test_what_stops_a_run(folder):
     """In --model's words; the table is there all the same."""
     status, _, err = generate(folder, [{"id": "a", "text": "hello"}], "--model", "/nowhere")

@@ -105,7 +105,8 @@ def _followers() -> list[psutil.Process]:
     return [p for p in below if p.status() != psutil.STATUS_ZOMBIE and "dq_engine.parallel.follower" in p.cmdline()]
 
 
-@pytest.mark.parametrize("who", [pytest.param("leader", marks=pytest.mark.slow), "follower"])
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["leader", "follower"])
 def test_a_process_that_dies_takes_its_engine_with_it_and_both_are_replaced(who):
     config = EngineConfig(model=str(SMALL), tensor_parallel_size=2, **SETTINGS | {"num_kvcache_blocks": 0})
     supervisor = Supervisor([config])
