@@ -161,6 +161,9 @@ def test_replicas_see_each_others_voices_and_deletions(tmp_path):
     one.register("ann", PROMPT)
     assert (other.get("ann").reference_latents == PROMPT).all()
     assert (held.reference_latents == REFERENCE).all()  # who uses the old one goes on
+    one.delete("ann")
+    one.register("ann", REFERENCE[:4])  # while nobody looked
+    assert len(other.get("ann").reference_latents) == 4
 
 
 def test_a_voice_is_read_once(store, monkeypatch):
