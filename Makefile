@@ -16,7 +16,7 @@ TORCH_INDEX ?=
 TEXT ?=
 REFERENCE ?=
 OUT ?=
-# Of the tests: PYTEST='tests/triton -k cancel' runs some of them
+# Of the tests: PYTEST='tests/server -k cancel' runs some of them
 PYTEST ?=
 # Of test-nano: a version of nano-vllm-voxcpm
 NANO ?= 2.0.4

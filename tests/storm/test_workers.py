@@ -1,4 +1,4 @@
-"""Workers in trouble behind a real server: a step that hangs, memory that runs out. (A killed one: tests/triton.)"""
+"""Workers in trouble behind a real server: a step that hangs, memory that runs out. (A killed one: tests/server.)"""
 
 import asyncio
 import contextlib
