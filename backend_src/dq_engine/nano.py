@@ -31,7 +31,7 @@ class _StandIn(types.ModuleType):
 
 
 def _is_installed(name: str) -> bool:
-    """Whether there is such a package; a mere folder of that name on sys.path (tests/server, say) is none."""
+    """Whether there is such a package; a mere folder of that name on sys.path is none."""
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None
 
