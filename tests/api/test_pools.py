@@ -16,6 +16,7 @@ from triton_server import ROOT
 
 from dq_engine import AsyncVoxCPM2ServerPool, SyncVoxCPM2ServerPool, VoxCPM
 from dq_engine.errors import CheckpointError
+from dq_engine.serving.messages import Audio
 from dq_engine.serving.supervisor import WorkerStartError
 
 SMALL = str(ROOT / "models" / "small")
@@ -118,6 +119,14 @@ def test_the_readme_example_in_an_event_loop(pool):
 def test_a_length_is_a_number_of_chunks(pool):
     chunks = list(pool.generate(SENTENCE, max_generate_length=3, seed=np.int64(0)))
     assert [chunk.shape for chunk in chunks] == [(PATCH,)] * 3
+
+
+def test_patches_that_a_busy_worker_joined_are_chunks_again(pool):
+    joined = np.arange(3 * PATCH, dtype=np.float32)
+    chunks = list(pool._pool.chunks(Audio(1, joined.tobytes(), 48000)))
+    assert [chunk.shape for chunk in chunks] == [(PATCH,)] * 3
+    assert all(chunk.flags.writeable for chunk in chunks)
+    np.testing.assert_array_equal(np.concatenate(chunks), joined)
 
 
 def voice(path, **how) -> bytes:
