@@ -38,7 +38,7 @@ def nobody_else(server):
 
 def _http_request(server, fields: dict) -> socket.socket:
     body = json.dumps(fields).encode()
-    connection = socket.create_connection(("127.0.0.1", server.http_port))
+    connection = socket.create_connection(("127.0.0.1", server.http_port), timeout=20)
     head = f"POST /v2/models/voxcpm2/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
     return connection

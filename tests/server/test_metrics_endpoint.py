@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import time
 import urllib.request
 
 import psutil
@@ -34,6 +35,7 @@ class Change:
 
 
 def test_finished_streams(server):
+    time.sleep(1.2)  # what came before is counted with the next heartbeat
     change = Change(server)
     fields = {"text": TEXT, "seed": 1, "min_generate_length": 7, "max_generate_length": 7}
     spoken = [speak(server, fields), speak(server, fields)]
@@ -91,6 +93,7 @@ def test_refused_and_cancelled(server):
 
 def test_a_stream_that_falls_behind_its_player_is_an_underrun(server):
     """The worker is stopped for longer than it can be ahead."""
+    time.sleep(1.2)
     change = Change(server)
     worker = _worker(server)
     with Talk(server, LONG | {"min_generate_length": 40, "max_generate_length": 40}) as talk:
