@@ -9,6 +9,7 @@ import socket
 import sys
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
@@ -177,6 +178,43 @@ def test_a_length_of_2_gib_that_is_not_there(server, good, field):
             assert field in talk.error()
             talk.send(GOOD)
             np.testing.assert_array_equal(samples(talk.rest()), good)
+
+
+JSON = [
+    (b'{"text": "a", "seed": "a"}', 500, "Unable to parse 'data': "),
+    (b'{"text": "a", "seed": 1.5}', 500, "Unable to parse 'data': "),
+    (b'{"text": "a", "seed": null}', 500, "Unable to parse 'data': "),
+    (b'{"text": "a", "seed": {}}', 500, "Unable to parse 'data': "),
+    (b'{"text": "a", "seed": 18446744073709551616}', 500, "Unable to parse 'data': "),
+    (b'{"text": "a", "seed": [1, 2]}', 400, "The schema can not convert input 'seed'"),
+    (b'{"text": "a", "seed": 1e400}', 500, "failed to parse the request JSON buffer: Number too big"),
+    (b'{"text": "a", "cfg_value": NaN}', 400, "INVALID_ARG: cfg_value: must be between 0 and 10, got nan"),
+    (b'{"text": "a", "stream": "yes"}', 500, "Unable to parse 'data': "),
+    (b'{"text": "a", "reference_latents": [1, 2, 3]}', 400, "The schema can not convert input 'reference_latents'"),
+    (b'{"text": "a", "reference_latents": []}', 400, "INVALID_ARG: reference_latents: must have a multiple of 4"),
+    (b'{"text": "a", "speed": {"a": 1}}', 400, "parameter 'speed' has invalid type"),
+    (b'{"text": 7}', 500, "Unable to parse JSON bytes array: "),
+    (b'{"text": null}', 500, "Unable to parse JSON bytes array: "),
+    (b'{"text": ["a", "b"]}', 400, "The schema can not convert input 'text'"),
+    (b'{"text": "\\ud800"}', 500, "failed to parse the request JSON buffer: The surrogate pair in string is invalid"),
+    (b'{"text": "caf\xe9"}', 400, "INVALID_ARG: text: is not UTF-8: unexpected end of data at byte 3"),
+    (b'{"seed": 1}', 400, "INVALID_ARG: text: is required"),
+    (b"", 500, "failed to parse the request JSON buffer: The document is empty"),
+    (b"[]", 500, "attempt to get members for non-object"),
+    (b'{"text": "a"', 500, "failed to parse the request JSON buffer: "),
+    (b'{"text": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", 400, "expected 1 string elements"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "told"), JSON, ids=lambda value: str(value)[:30])
+def test_json(server, body, status, told):
+    reply = httpx.post(f"http://{server.http_url}/v2/models/voxcpm2/generate", content=body, timeout=60)
+    assert told in reply.json()["error"]
+    assert reply.status_code == status
+
+
+def test_the_next_request_after_all_that(server, good):
+    np.testing.assert_array_equal(samples(speak(server, GOOD)), good)
 
 
 def test_an_http_request_that_promises_2_gib(server, good):
