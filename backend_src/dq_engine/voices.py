@@ -5,6 +5,7 @@ written beside its place and renamed, so that it is whole or absent whatever hap
 that replicas which share the folder see each other's voices and deletions at once.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -12,6 +13,7 @@ import os
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -173,7 +175,8 @@ class VoiceStore:
             name, reference_latents, prompt_latents, prompt_text: as in `Voice`; one of the latents at least.
 
         Raises:
-            RequestError: INVALID_ARG naming the field; ALREADY_EXISTS; UNAVAILABLE when a quota is used up.
+            RequestError: INVALID_ARG naming the field; ALREADY_EXISTS; UNAVAILABLE when a quota is used up, or
+                the folder cannot be changed.
         """
         self.check_new(name)
         self._check_content(reference_latents, prompt_latents, prompt_text)
@@ -181,7 +184,7 @@ class VoiceStore:
         tensors = {key: np.ascontiguousarray(value, np.float32) for key, value in tensors.items() if value is not None}
         created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         data = save(tensors, {"voice": json.dumps({"version": 1, "prompt_text": prompt_text, "created": created})})
-        with self._folder.locked():
+        with self._changing():
             self.check_new(name)
             names = self._names()
             if len(names) >= self._max_count:
@@ -190,20 +193,18 @@ class VoiceStore:
             if used + len(data) > self._max_bytes:
                 message = f"{used} bytes of voices are stored and this has {len(data)}, the limit is voices_max_bytes"
                 raise RequestError("UNAVAILABLE", message)
-            try:
-                self._folder.write(name + _SUFFIX, data)
-            except OSError as error:
-                raise RequestError("UNAVAILABLE", f"the voice cannot be stored: {error.strerror}") from None
-        return self.describe(name)
+            self._folder.write(name + _SUFFIX, data)
+            return self.describe(name)
 
     def delete(self, name: str) -> None:
         """Remove a voice; streams that use it end as they would have.
 
         Raises:
-            RequestError: NOT_FOUND; INVALID_ARG for a name that cannot be one.
+            RequestError: NOT_FOUND; INVALID_ARG for a name that cannot be one; UNAVAILABLE if the folder cannot be
+                changed.
         """
         _check_name(name, "name")
-        with self._folder.locked():
+        with self._changing():
             try:
                 self._folder.remove(name + _SUFFIX)
             except FileNotFoundError:
@@ -216,6 +217,15 @@ class VoiceStore:
         _check_name(name, "name")
         if os.path.lexists(self._folder.path / (name + _SUFFIX)):
             raise RequestError("ALREADY_EXISTS", f'name: there is a stored voice named "{name}"; delete it first')
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change the folder; no room, no rights or no folder is no fault of the engine."""
+        try:
+            with self._folder.locked():
+                yield
+        except OSError as error:
+            raise RequestError("UNAVAILABLE", f"the folder of voices cannot be changed: {error.strerror}") from None
 
     def _check_content(
         self, reference: np.ndarray | None, prompt: np.ndarray | None, prompt_text: str | None, field: str = ""
@@ -250,7 +260,11 @@ class VoiceStore:
 
     def _names(self) -> list[str]:
         """Of all voices; what else lies in the folder is left alone."""
-        found = (name[: -len(_SUFFIX)] for name in os.listdir(self._folder.path) if name.endswith(_SUFFIX))
+        try:
+            files = os.listdir(self._folder.path)
+        except OSError as error:
+            raise RequestError("UNAVAILABLE", f"the folder of voices cannot be read: {error.strerror}") from None
+        found = (name[: -len(_SUFFIX)] for name in files if name.endswith(_SUFFIX))
         return sorted(name for name in found if _NAME.fullmatch(name))
 
     def _size(self, name: str) -> int:

@@ -140,9 +140,21 @@ def test_a_full_disk_leaves_nothing(store, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(atomic_folder.os, "fsync", full)
-    message = "UNAVAILABLE: the voice cannot be stored: No space left on device"
+    message = "UNAVAILABLE: the folder of voices cannot be changed: No space left on device"
     assert refusal(store.register, "ann", REFERENCE) == message
     assert list((tmp_path / "voices").iterdir()) == []
+
+
+def test_a_folder_that_is_gone(store, tmp_path):
+    store.register("ann", REFERENCE)
+    (tmp_path / "voices").rename(tmp_path / "elsewhere")
+    message = "UNAVAILABLE: the folder of voices cannot be changed: No such file or directory"
+    assert refusal(store.register, "bob", REFERENCE) == message
+    assert refusal(store.delete, "ann") == message
+    assert refusal(store.describe_all) == message.replace("changed", "read")
+    assert refusal(store.get, "ann") == 'NOT_FOUND: voice: there is no stored voice named "ann"'
+    (tmp_path / "elsewhere").rename(tmp_path / "voices")
+    assert (store.get("ann").reference_latents == REFERENCE).all()
 
 
 def test_a_folder_that_cannot_be(tmp_path):
