@@ -201,7 +201,7 @@ def record(
     import random
 
     sys.path.insert(0, str(RECORDINGS.parent.parent / "tools"))
-    from train_small.flite import ADAPTER_VOICE, Flite
+    from train_small.flite import Flite
     from train_small.sentences import matrix_sentence
 
     flite, rng = Flite(), random.Random(0)
@@ -209,7 +209,7 @@ def record(
     for kind, texts in (("reference", REFERENCES), ("prompt", PROMPTS)):
         for voice, text in texts.items():
             soundfile.write(RECORDINGS / f"{voice}_{kind}.flac", flite.say(text, voice), SAMPLE_RATE)
-    voices = [*VOICES, ADAPTER_VOICE]
+    voices = [*VOICES, "kal"]
 
     def corpus(held_out: bool) -> dict[str, list[np.ndarray]]:
         texts = [matrix_sentence(rng, held_out) for _ in range(sentences)]

@@ -28,16 +28,17 @@ def data(
     matrix: Annotated[int, typer.Option(min=0, help="matrix sentences")] = 16_000,
     free: Annotated[int, typer.Option(min=0, help="free sentences")] = 20_000,
     seed: Seed = 1,
-    adapter: Annotated[bool, typer.Option(help="in the adapter's voice")] = False,
+    voice: Annotated[
+        str | None, typer.Option(help="in one voice only, for an adapter; by default in all in turn")
+    ] = None,
     held_out: Annotated[bool, typer.Option(help="the matrix sentences that are not trained on")] = False,
     processes: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,
 ) -> None:
     """Speak sentences with flite (Debian: libflite1)."""
     from train_small.corpus import plan, write_corpus
-    from train_small.flite import ADAPTER_VOICE, VOICES
+    from train_small.flite import VOICES
 
-    voices = [ADAPTER_VOICE] if adapter else VOICES
-    write_corpus(out, plan(matrix, free, seed, held_out, voices), processes)
+    write_corpus(out, plan(matrix, free, seed, held_out, VOICES if voice is None else [voice]), processes)
 
 
 @app.command()
@@ -114,7 +115,7 @@ def adapter(
     rows: Annotated[int, typer.Option(min=8, help="short sentences of a step")] = 128,
     rate: Annotated[float, typer.Option(help="highest learning rate")] = 3e-3,
 ) -> None:
-    """Train a LoRA adapter for one more voice; writes OUT/lora in the official form."""
+    """Train a LoRA adapter on a corpus of one voice; writes OUT/lora in the official form."""
     from train_small.models import ModelSettings, train_adapter
     from train_small.trainer import Budget
 

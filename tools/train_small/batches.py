@@ -34,6 +34,7 @@ class Layout:
         rows: of a batch.
         patches, text: most patches and text tokens of a row.
         reference: most patches of the reference; 0 is none.
+        controlled: some rows name their voice as control; not those with a reference or a prompt.
         pairs: rows continue a prompt; otherwise they are sentences, `long` ones or short ones.
     """
 
@@ -41,13 +42,18 @@ class Layout:
     patches: int
     text: int
     reference: int = 0
+    controlled: bool = True
     pairs: bool = False
     long: bool = False
 
     @property
+    def has_control(self) -> bool:
+        return self.controlled and not self.reference and not self.pairs
+
+    @property
     def positions(self) -> int:
         markers = 2 + (2 if self.reference else 0)
-        control = 1 if self.reference or self.pairs else len(tokens("(slt)"))
+        control = len(tokens("(slt)")) if self.has_control else 1
         return self.reference + control + self.text + self.patches + markers
 
 
@@ -113,7 +119,7 @@ class Encoded:
         body, body_length = rows.body[form], rows.body_length[form]
         patches, start, voice = rows.patches[chosen], rows.start[chosen], rows.voice[chosen]
         latents = rows.latents[chosen, :A].float()
-        controlled = torch.rand(B, device=device) < (0.0 if layout.reference or layout.pairs else _CONTROL_SHARE)
+        controlled = torch.rand(B, device=device) < (_CONTROL_SHARE if layout.has_control else 0.0)
         references = torch.zeros_like(chosen)
         if layout.reference:
             other = torch.stack([own[torch.randint(0, len(own), (B,), device=device)] for own in self._by_voice])

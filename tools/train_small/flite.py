@@ -5,8 +5,7 @@ import ctypes
 import numpy as np
 
 VOICES = ["slt", "rms", "awb"]
-"""The voices of the model; `ADAPTER_VOICE` is the adapter's."""
-ADAPTER_VOICE = "kal"
+"""Those that the small model learns; the measure of quality knows kal too."""
 SAMPLE_RATE = 16000
 _LIBRARIES = {"slt": "cmu_us_slt", "rms": "cmu_us_rms", "awb": "cmu_us_awb", "kal": "cmu_us_kal16"}
 _SILENCE_BEFORE, _SILENCE_AFTER = 1280, 2560

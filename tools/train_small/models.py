@@ -1,4 +1,4 @@
-"""The language models, LocEnc and LocDiT, trained together; and an adapter for one more voice."""
+"""The language models, LocEnc and LocDiT, trained together; and an adapter to one voice."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from train_small.batches import (
 )
 from train_small.checkpoint import make_model, save_lora, save_model
 from train_small.corpus import load_corpus
-from train_small.flite import ADAPTER_VOICE, VOICES
+from train_small.flite import VOICES
 from train_small.objective import embed_times_in_both_precisions, losses
 from train_small.trainer import Batch, Budget, Kind, Trainer, make_optimizer
 from train_small.vae import fast, load_vae
@@ -68,17 +68,17 @@ def train_models(
 def train_adapter(
     checkpoint: Path, corpus: Path, out: Path, budget: Budget, settings: ModelSettings, device: torch.device, seed: int
 ) -> None:
-    """Train a LoRA adapter of the checkpoint on the corpus of one more voice and write it to `out`/lora."""
+    """Train a LoRA adapter that says any text in the corpus's one voice, and write it to `out`/lora."""
     torch.manual_seed(seed)
-    data = _encoded(checkpoint, corpus, [ADAPTER_VOICE], 0, device, seed)
+    data = _encoded(checkpoint, corpus, VOICES, 0, device, seed)
     model = make_model(checkpoint, load_vae(checkpoint, device), device, LORA)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
     parameters = [p for p in model.parameters() if p.requires_grad]
     rows = settings.rows
     layouts = {
-        "short": (0.7, Layout(rows, SHORT_PATCHES, SHORT_TEXT)),
-        "long": (0.3, Layout(rows // 2, LONG_PATCHES, LONG_TEXT, long=True)),
+        "short": (0.7, Layout(rows, SHORT_PATCHES, SHORT_TEXT, controlled=False)),
+        "long": (0.3, Layout(rows // 2, LONG_PATCHES, LONG_TEXT, controlled=False, long=True)),
     }
     trainer = _run("adapter", model, parameters, data, layouts, out, budget, settings.rate, device, seed)
     trainer.take_average()
