@@ -1,6 +1,6 @@
 """With an adapter the engine gives what the official model gives with it: alone, and beside others in one batch."""
 
-import time
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -94,15 +94,31 @@ def test_alone(case, spoken, name):
     assert np.abs(base.latents[:both] - theirs.latents[:both]).max() > 0.1, "the adapter changes nothing"
 
 
-@pytest.mark.parametrize("stagger_s", [0.0, 0.03], ids=["at once", "staggered"])
-def test_four_adapters_and_none_in_one_batch(case, spoken, stagger_s):
-    streams, most = {}, 0
-    for name, (seed, _, fields) in spoken.items():
-        streams[name] = case.engine.submit(request_for(name, seed, fields))
-        time.sleep(stagger_s)
-        most = max(most, case.engine.snapshot()["active"])
+@pytest.mark.parametrize("stagger", [0, 2], ids=["at once", "staggered"])
+def test_four_adapters_and_none_in_one_batch(case, spoken, stagger, monkeypatch):
+    """All at once, or each `stagger` steps after the one before."""
+    streams, steps, most = {}, 0, 0
+    turn = threading.Condition()
+    run = case.engine._loop._runner.run
+
+    def in_turn(step):
+        nonlocal steps, most
+        with turn:
+            assert turn.wait_for(lambda: not stagger or len(streams) > min(steps // stagger, len(spoken) - 1), 60)
+            steps, most = steps + 1, max(most, len(step.sampled))
+            turn.notify()
+        return run(step)
+
+    monkeypatch.setattr(case.engine._loop._runner, "run", in_turn)
+    for index, (name, (seed, _, fields)) in enumerate(spoken.items()):
+        with turn:
+            assert turn.wait_for(lambda due=index * stagger: steps >= due, 60)
+        stream = case.engine.submit(request_for(name, seed, fields))
+        with turn:
+            streams[name] = stream
+            turn.notify()
     heard = {name: hear(stream) for name, stream in streams.items()}
-    assert most >= 2 or not stagger_s, "they did not overlap"
+    assert most >= 2, "they did not overlap"
     for name, ours in heard.items():
         assert_equal(ours, spoken[name][1], case.official)
 
