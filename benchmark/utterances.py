@@ -64,7 +64,8 @@ def make_utterances(count: int, seed: int, modes: tuple[str, ...] = MATRIX_MODES
     utterances = []
     for index in range(count):
         mode = modes[index % len(modes)]
-        while (sentence := free_sentence(rng) if mode == "free" else matrix_sentence(rng, held_out=True)) in used:
+        draw = free_sentence if mode == "free" else matrix_sentence
+        while (sentence := draw(rng, held_out=True)) in used:
             pass
         used.add(sentence)
         voice = None if mode == "zero-shot" else VOICES[index // len(modes) % len(VOICES)]

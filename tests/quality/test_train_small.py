@@ -35,7 +35,8 @@ def test_sentences_are_seeded_and_the_held_out_never_trained_on():
     items = plan(30, 30, 7, False)
     assert items == plan(30, 30, 7, False) != plan(30, 30, 8, False)
     assert sum(is_matrix(text) for text, _ in items) == 30
-    free = [free_sentence(rng) for _ in range(2000)]
+    free = [free_sentence(rng, held_out=False) for _ in range(2000)]
+    assert not any(map(is_held_out, free)) and is_held_out(free_sentence(rng, held_out=True))
     assert len(set(free)) > 1500 and not any(map(is_matrix, free))
     assert all("{" not in text and text.isascii() and len(text) < 130 for text in free)
 

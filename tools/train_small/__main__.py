@@ -31,7 +31,7 @@ def data(
     voice: Annotated[
         str | None, typer.Option(help="in one voice only, for an adapter; by default in all in turn")
     ] = None,
-    held_out: Annotated[bool, typer.Option(help="the matrix sentences that are not trained on")] = False,
+    held_out: Annotated[bool, typer.Option(help="sentences that are not trained on")] = False,
     processes: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,
 ) -> None:
     """Speak sentences with flite (Debian: libflite1)."""

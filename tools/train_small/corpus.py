@@ -35,7 +35,9 @@ class Corpus:
 def plan(matrix: int, free: int, seed: int, held_out: bool, voices: list[str] = VOICES) -> list[tuple[str, str]]:
     """The sentences of a corpus in a mixed order; the voices take turns."""
     rng = random.Random(seed)
-    texts = [matrix_sentence(rng, held_out) for _ in range(matrix)] + [free_sentence(rng) for _ in range(free)]
+    texts = [matrix_sentence(rng, held_out) for _ in range(matrix)] + [
+        free_sentence(rng, held_out) for _ in range(free)
+    ]
     items = [(text, voices[index % len(voices)]) for index, text in enumerate(texts)]
     rng.shuffle(items)
     return items

@@ -14,7 +14,7 @@ SLOTS = [
 """A matrix sentence has one word of each: name, verb, number, adjective, object; 100,000 sentences."""
 
 _HELD_OUT = 20
-"""One matrix sentence in so many is never trained on."""
+"""One sentence in so many is never trained on."""
 
 _PEOPLE = (
     SLOTS[0]
@@ -97,7 +97,7 @@ _JOINTS = [", and ", ", but ", " because ", " and then ", " when ", ", so "]
 
 
 def is_held_out(sentence: str) -> bool:
-    """Whether a matrix sentence is kept for testing."""
+    """Whether a sentence is kept for testing."""
     return zlib.crc32(sentence.encode()) % _HELD_OUT == 0
 
 
@@ -114,12 +114,14 @@ def matrix_sentence(rng: random.Random, held_out: bool) -> str:
             return sentence
 
 
-def free_sentence(rng: random.Random) -> str:
-    """English out of templates, one clause or two; lower case but for a few proper nouns, without a full stop."""
-    clause = _clause(rng)
-    if rng.random() < _TWO_CLAUSES:
-        clause += rng.choice(_JOINTS) + _clause(rng)
-    return clause
+def free_sentence(rng: random.Random, held_out: bool) -> str:
+    """English out of templates, one clause or two; lower case but for "I" and "Monday", without a full stop."""
+    while True:
+        sentence = _clause(rng)
+        if rng.random() < _TWO_CLAUSES:
+            sentence += rng.choice(_JOINTS) + _clause(rng)
+        if is_held_out(sentence) == held_out:
+            return sentence
 
 
 def _clause(rng: random.Random) -> str:
