@@ -118,7 +118,6 @@ def test_a_sign_of_life_is_no_part_of_the_audio(tight_server, speaking):
         alone = client.post("/v2/models/voxcpm2/generate_stream", json=fields)
     assert events[0]["audio_bytes"] == ""
     expected = [json.loads(line[6:]) for line in alone.text.splitlines() if line]
-    assert expected[0]["audio_bytes"] != ""
     audio = [b"".join(base64.b64decode(e["audio_bytes"]) for e in some) for some in (expected, events)]
     assert len(audio[1]) == len(audio[0]) == 44 + 2 * 4 * 7680
     np.testing.assert_allclose(*(np.frombuffer(a[44:], "<i2").astype(float) for a in audio), atol=4)

@@ -1,5 +1,6 @@
 """/metrics after known workloads: exact counts, a worker that dies, and the table of docs/metrics.md."""
 
+import contextlib
 import json
 import os
 import re
@@ -73,15 +74,15 @@ def test_refused_and_cancelled(server):
             talk.error()
     with Talk(server, {"text": TEXT}, parameters={"speed": 1}) as talk:
         talk.error()
-    talks = [Talk(server, LONG) for _ in range(4)]
-    wait_until(lambda: change("active_streams") == change("queued_streams") == 2, 20, "two speak, two wait")
-    for _ in range(3):
-        with Talk(server, LONG) as talk:
-            assert talk.error() == "UNAVAILABLE: the queue is full (2 requests wait)"
-    assert change("kv_blocks_free") < 0
-    for talk in talks:
-        talk.close()
-    wait_until(lambda: change("cancelled_streams_total") == 4, 5, "they are gone")
+    with contextlib.ExitStack() as talks:
+        for _ in range(4):
+            talks.enter_context(Talk(server, LONG))
+        wait_until(lambda: change("active_streams") == change("queued_streams") == 2, 20, "two speak, two wait")
+        for _ in range(3):
+            with Talk(server, LONG) as talk:
+                assert talk.error() == "UNAVAILABLE: the queue is full (2 requests wait)"
+        assert change("kv_blocks_free") < 0
+    wait_until(lambda: change("cancelled_streams_total") == 4, 10, "they are gone")
     wait_until(lambda: change("active_streams") == change("queued_streams") == 0, 3, "a heartbeat")
     assert change("errors_total", code="UNAVAILABLE") == 3
     refused = change("errors_total", code="INVALID_ARG") + change("errors_total", worker="none", code="INVALID_ARG")
