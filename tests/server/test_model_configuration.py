@@ -7,7 +7,7 @@ import urllib.request
 
 import pytest
 import tritonclient.grpc as grpcclient
-from conftest import MINIMAL, write_repository
+from repositories import MINIMAL, write_repository
 from talk import LABELS, LONG, TEXT, Talk, metrics, samples, speak, wait_until
 from triton_server import ROOT, TritonServer
 from tritonclient.utils import InferenceServerException
