@@ -75,6 +75,8 @@ class EngineSpeaking(Speaking):
         finally:
             if stream is not None:
                 stream.cancel()
+                async for _ in stream:  # to its end: what comes later would find no event loop
+                    pass
 
 
 class TritonSpeaking(Speaking):

