@@ -28,5 +28,6 @@ def test_only_the_adapted_streams_have_its_voice(judge):
     ]
     adapted, plain = verdicts[: len(UTTERANCES)], verdicts[len(UTTERANCES) :]
     with_it = summary(adapted, ["rms"] * len(adapted))
-    assert with_it["voice_right"] == with_it["stopped_in_time"] == 1 and with_it["words_right"] >= 0.9
-    assert {verdict.voice for verdict in plain} - {"rms"}, "without the adapter any voice comes"
+    without_it = summary(plain, ["rms"] * len(plain))
+    assert with_it["stopped_in_time"] == 1 and with_it["words_right"] >= 0.9
+    assert with_it["voice_right"] >= 0.8 and without_it["voice_right"] <= 0.5
