@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 GENERATE = "v2/models/voxcpm2/generate"
 TOGETHER = 3e-4
-"""Of full scale: a batch rounds its sums otherwise than one alone, and the small model carries that on (1.5e-4 seen)."""
+"""Of full scale: a batch rounds its sums otherwise than one alone; the small model carries that on (1.5e-4 seen)."""
 
 
 @pytest.fixture(scope="module")
