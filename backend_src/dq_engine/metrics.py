@@ -73,7 +73,6 @@ DEFINITIONS = (
     Definition("counter", "vae_seconds_total", "Time of decoding latents to audio", "vae_seconds"),
     Definition("counter", "recordings_total", "Recordings encoded", "recordings"),
     Definition("counter", "decode_graph_hits_total", "Batches of patches run as a CUDA graph", "decode_graph_hits"),
-    Definition("counter", "decode_graph_fallbacks_total", "Batches of patches run without", "decode_graph_fallbacks"),
     Definition("counter", "prefill_graph_hits_total", "Prompts' steps run as a CUDA graph", "prefill_graph_hits"),
     Definition("counter", "prefill_graph_fallbacks_total", "Prompts' steps run without", "prefill_graph_fallbacks"),
     Definition("counter", "prefill_padding_tokens_total", "Tokens that filled graphs up", "prefill_padding_tokens"),
