@@ -17,6 +17,9 @@ MODEL = ROOT / "models" / "small"
 FIELDS = {"text": TEXT, "seed": 7, "min_generate_length": 4, "max_generate_length": 4, "return_latents": True}
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
+# A batch of another size sums in another order, and the small model makes that audible to the fourth digit.
+TOGETHER = 3e-4
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
@@ -52,10 +55,10 @@ def test_each_stream_has_its_own_adapter(server):
         with talk:
             latents = talk.rest()[-1].as_numpy("latents")
         together.setdefault(name, latents)
-        np.testing.assert_allclose(latents, together[name], atol=1e-4)
+        np.testing.assert_allclose(latents, together[name], atol=TOGETHER)
     for one in together:
         alone = speak(server, FIELDS | ({} if one is None else {"lora": one}))[-1].as_numpy("latents")
-        np.testing.assert_allclose(together[one], alone, atol=1e-4)
+        np.testing.assert_allclose(together[one], alone, atol=TOGETHER)
         for other in together:
             assert one == other or np.abs(together[one] - together[other]).max() > 0.1
 
