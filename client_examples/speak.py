@@ -1,10 +1,13 @@
-"""Speaks a text through the server, over a gRPC stream, into a 16-bit wav file.
+"""Speaks a text through the server, over a gRPC stream, into a wav, flac, mp3 or opus file.
 
 Needs: pip install "tritonclient[grpc]"
 """
 
 import argparse
+import json
+import os
 import queue
+import re
 import sys
 import time
 import wave
@@ -15,13 +18,19 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 LONGEST_SILENCE_S = 150  # a request may wait 120 s for its turn
+FORMATS = {".wav": "pcm16", ".flac": "flac", ".mp3": "mp3", ".opus": "opus", ".ogg": "opus"}
+CUT_OFF = (
+    "warning: the maximum length was reached, so the text may have been cut off: "
+    "give more with --max-generate-length, or speak it sentence by sentence"
+)
+INTEGERS = {"seed": ("INT64", np.int64), "max_generate_length": ("INT32", np.int32)}
 
 
 def stream(client: tritonclient.grpc.InferenceServerClient, fields: dict[str, str | bytes | int]):
     """Yields the responses to one request as they come; leaving the loop early cancels it."""
     inputs = []
     for name, value in fields.items():
-        kind, dtype = ("INT64", np.int64) if isinstance(value, int) else ("BYTES", np.object_)
+        kind, dtype = INTEGERS.get(name, ("BYTES", np.object_))
         inputs.append(tritonclient.grpc.InferInput(name, [1], kind))
         inputs[-1].set_data_from_numpy(np.array([value.encode() if isinstance(value, str) else value], dtype))
     responses = queue.Queue()
@@ -43,39 +52,61 @@ def stream(client: tritonclient.grpc.InferenceServerClient, fields: dict[str, st
         client.stop_stream(cancel_requests=not ended)
 
 
+def write(path: Path, audio: bytes, rate: int, seconds: float) -> None:
+    """Writes what the server sent; a wav file gets its header, a flac file the length that its header lacks."""
+    if path.suffix.lower() == ".wav":
+        with open(path, "wb") as file, wave.open(file) as wav:
+            wav.setparams((1, 2, rate, 0, "NONE", None))  # mono, 16 bits
+            wav.writeframes(audio)
+        return
+    if path.suffix.lower() == ".flac":
+        samples = round(seconds * rate)
+        length = bytes([audio[21] & 0xF0 | samples >> 32]) + (samples & 0xFFFFFFFF).to_bytes(4, "big")
+        audio = audio[:21] + length + audio[26:]
+    path.write_bytes(audio)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Speak a text through the server, over gRPC, into a wav file.")
+    parser = argparse.ArgumentParser(description="Speak a text through the server, over gRPC, into a file.")
     parser.add_argument("text", help="what to say")
-    parser.add_argument("--url", default="localhost:8001", help="gRPC address of the server (%(default)s)")
+    url = os.environ.get("VOXCPM_URL") or "localhost:8001"
+    parser.add_argument("--url", default=url, help="gRPC address of the server, or VOXCPM_URL (%(default)s)")
     parser.add_argument("--control", help="description of the voice or the style")
     parser.add_argument("--voice", help="name of a stored voice")
     parser.add_argument("--reference", type=Path, metavar="WAV", help="recording of the voice to clone")
     parser.add_argument("--prompt-audio", type=Path, metavar="WAV", help="recording to continue, with --prompt-text")
     parser.add_argument("--prompt-text", help="the words of --prompt-audio")
+    parser.add_argument("--lora", help="name of a registered adapter")
     parser.add_argument("--seed", type=int, help="the same seed gives the same audio; drawn if absent")
-    parser.add_argument("--output", default="out.wav", help="the file to write (%(default)s)")
+    parser.add_argument("--max-generate-length", type=int, metavar="N", help="most patches of audio, 160 ms each")
+    parser.add_argument("--output", default="out.wav", type=Path, help=".wav, .flac, .mp3, .opus or .ogg (%(default)s)")
     args = parser.parse_args()
-    names = ("text", "control", "voice", "prompt_text", "seed")
+    if args.output.suffix.lower() not in FORMATS:
+        sys.exit(f"error: --output: {args.output} must end in one of {', '.join(FORMATS)}")
+    names = ("text", "control", "voice", "prompt_text", "lora", "seed", "max_generate_length")
     fields = {name: getattr(args, name) for name in names}
     fields["reference_audio"] = args.reference and args.reference.read_bytes()
     fields["prompt_audio"] = args.prompt_audio and args.prompt_audio.read_bytes()
-    fields = {name: value for name, value in fields.items() if value is not None} | {"output_format": "pcm16"}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    fields["output_format"] = FORMATS[args.output.suffix.lower()]
 
-    pcm, first = [], None
-    with tritonclient.grpc.InferenceServerClient(args.url) as client:  # unclosed, it may hang when Python exits
+    chunks, first = [], None
+    address = re.sub("^(grpc|http)://", "", args.url).rstrip("/")
+    with tritonclient.grpc.InferenceServerClient(address) as client:  # unclosed, it may hang when Python exits
         if not client.is_model_ready("voxcpm2", client_timeout=10):
-            sys.exit(f"error: the model voxcpm2 is not ready on {args.url}")
+            sys.exit(f"error: the model voxcpm2 is not ready on {address}")
         began = time.perf_counter()
         for response in stream(client, fields):
-            first = first or time.perf_counter()
-            pcm.append(response.as_numpy("audio_bytes")[0])
+            chunks.append(response.as_numpy("audio_bytes")[0])
+            first = first or (time.perf_counter() if chunks[-1] else None)
         end, rate = time.perf_counter(), int(response.as_numpy("sample_rate")[0])
-    with open(args.output, "wb") as file, wave.open(file) as wav:
-        wav.setparams((1, 2, rate, 0, "NONE", None))  # mono, 16 bits
-        wav.writeframes(b"".join(pcm))
-    seconds = sum(map(len, pcm)) / 2 / rate
-    print(f"{args.output}: {seconds:.2f} s of audio, finish reason: {response.as_numpy('finish_reason')[0].decode()}")
+    reason, stats = (response.as_numpy(name)[0].decode() for name in ("finish_reason", "stats"))
+    seconds = json.loads(stats)["audio_s"]
+    write(args.output, b"".join(chunks), rate, seconds)
+    print(f"{args.output}: {seconds:.2f} s of audio, finish reason: {reason}")
     print(f"TTFB {1e3 * (first - began):.0f} ms, RTF {(end - first) / seconds:.2f}")
+    if reason == "length":
+        print(CUT_OFF, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Speaks a text through the server, over HTTP (generate_stream, server-sent events), into a 16-bit wav file.
+"""Speaks a text through the server, over HTTP (generate_stream, server-sent events), into a wav, flac, mp3 or opus
+file.
 
 Needs: pip install httpx
 """
@@ -6,6 +7,7 @@ Needs: pip install httpx
 import argparse
 import base64
 import json
+import os
 import sys
 import time
 import wave
@@ -14,6 +16,11 @@ from pathlib import Path
 import httpx
 
 LONGEST_SILENCE_S = 150  # a request may wait 120 s for its turn
+FORMATS = {".wav": "pcm16", ".flac": "flac", ".mp3": "mp3", ".opus": "opus", ".ogg": "opus"}
+CUT_OFF = (
+    "warning: the maximum length was reached, so the text may have been cut off: "
+    "give more with --max-generate-length, or speak it sentence by sentence"
+)
 
 
 def stream(client: httpx.Client, fields: dict[str, str | int]):
@@ -29,36 +36,57 @@ def stream(client: httpx.Client, fields: dict[str, str | int]):
     raise RuntimeError("the stream ended early")
 
 
+def write(path: Path, audio: bytes, rate: int, seconds: float) -> None:
+    """Writes what the server sent; a wav file gets its header, a flac file the length that its header lacks."""
+    if path.suffix.lower() == ".wav":
+        with open(path, "wb") as file, wave.open(file) as wav:
+            wav.setparams((1, 2, rate, 0, "NONE", None))  # mono, 16 bits
+            wav.writeframes(audio)
+        return
+    if path.suffix.lower() == ".flac":
+        samples = round(seconds * rate)
+        length = bytes([audio[21] & 0xF0 | samples >> 32]) + (samples & 0xFFFFFFFF).to_bytes(4, "big")
+        audio = audio[:21] + length + audio[26:]
+    path.write_bytes(audio)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Speak a text through the server, over HTTP, into a wav file.")
+    parser = argparse.ArgumentParser(description="Speak a text through the server, over HTTP, into a file.")
     parser.add_argument("text", help="what to say")
-    parser.add_argument("--url", default="http://localhost:8000", help="HTTP address of the server (%(default)s)")
+    url = os.environ.get("VOXCPM_HTTP_URL") or "http://localhost:8000"
+    parser.add_argument("--url", default=url, help="HTTP address of the server, or VOXCPM_HTTP_URL (%(default)s)")
     parser.add_argument("--control", help="description of the voice or the style")
     parser.add_argument("--voice", help="name of a stored voice")
     parser.add_argument("--reference", type=Path, metavar="WAV", help="recording of the voice to clone")
     parser.add_argument("--prompt-audio", type=Path, metavar="WAV", help="recording to continue, with --prompt-text")
     parser.add_argument("--prompt-text", help="the words of --prompt-audio")
+    parser.add_argument("--lora", help="name of a registered adapter")
     parser.add_argument("--seed", type=int, help="the same seed gives the same audio; drawn if absent")
-    parser.add_argument("--output", default="out.wav", help="the file to write (%(default)s)")
+    parser.add_argument("--max-generate-length", type=int, metavar="N", help="most patches of audio, 160 ms each")
+    parser.add_argument("--output", default="out.wav", type=Path, help=".wav, .flac, .mp3, .opus or .ogg (%(default)s)")
     args = parser.parse_args()
-    names = ("text", "control", "voice", "prompt_text", "seed")
+    if args.output.suffix.lower() not in FORMATS:
+        sys.exit(f"error: --output: {args.output} must end in one of {', '.join(FORMATS)}")
+    names = ("text", "control", "voice", "prompt_text", "lora", "seed", "max_generate_length")
     fields = {name: getattr(args, name) for name in names}
     for name, path in ("reference_audio", args.reference), ("prompt_audio", args.prompt_audio):
         fields[name] = path and base64.b64encode(path.read_bytes()).decode()
-    fields = {name: value for name, value in fields.items() if value is not None} | {"output_format": "pcm16_base64"}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    fields["output_format"] = FORMATS[args.output.suffix.lower()] + "_base64"
 
-    client = httpx.Client(base_url=args.url, timeout=httpx.Timeout(LONGEST_SILENCE_S, connect=10))
-    pcm, began, first = [], time.perf_counter(), None
+    address = args.url if "://" in args.url else f"http://{args.url}"
+    client = httpx.Client(base_url=address, timeout=httpx.Timeout(LONGEST_SILENCE_S, connect=10))
+    chunks, began, first = [], time.perf_counter(), None
     for response in stream(client, fields):
-        pcm.append(base64.b64decode(response["audio_bytes"]))  # nothing, while the request waits
-        first = first or (time.perf_counter() if pcm[-1] else None)
-    end, rate = time.perf_counter(), response["sample_rate"]
-    with open(args.output, "wb") as file, wave.open(file) as wav:
-        wav.setparams((1, 2, rate, 0, "NONE", None))  # mono, 16 bits
-        wav.writeframes(b"".join(pcm))
-    seconds = sum(map(len, pcm)) / 2 / rate
+        chunks.append(base64.b64decode(response["audio_bytes"]))  # nothing, while the request waits
+        first = first or (time.perf_counter() if chunks[-1] else None)
+    end = time.perf_counter()
+    seconds = json.loads(response["stats"])["audio_s"]
+    write(args.output, b"".join(chunks), response["sample_rate"], seconds)
     print(f"{args.output}: {seconds:.2f} s of audio, finish reason: {response['finish_reason']}")
     print(f"TTFB {1e3 * (first - began):.0f} ms, RTF {(end - first) / seconds:.2f}")
+    if response["finish_reason"] == "length":
+        print(CUT_OFF, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """client_examples/ as a user runs them: their own processes, against a real server."""
 
+import os
 import re
 import signal
 import subprocess
@@ -70,6 +71,65 @@ def test_every_option_reaches_the_model(example, option, server, tmp_path, recor
     samples, plain = read_wav(output)[0], read_wav(recording)[0]
     assert len(samples) >= 4 * 7680
     assert len(samples) != len(plain) or not np.array_equal(samples, plain)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("suffix", [".flac", ".mp3", ".OPUS", ".ogg"])
+def test_the_suffix_chooses_the_format(example, suffix, server, tmp_path, recording):
+    output = tmp_path / f"out{suffix}"
+    result = speak(example, server, TEXT, "--seed", "0", "--output", str(output))
+    assert (result.returncode, result.stderr) == (0, "")
+    about = soundfile.info(output)
+    assert (about.format, about.subtype) == {
+        ".flac": ("FLAC", "PCM_16"),
+        ".mp3": ("MP3", "MPEG_LAYER_III"),
+        ".opus": ("OGG", "OPUS"),
+        ".ogg": ("OGG", "OPUS"),
+    }[suffix.lower()]
+    samples, rate = soundfile.read(output, dtype="int16")
+    known = read_wav(recording)[0]
+    assert rate == 48000
+    if suffix == ".flac":
+        assert np.abs(samples.astype(int) - known).max() <= 33
+    else:  # an mp3 has its codec's delay
+        assert 0 <= len(samples) - len(known) <= (4000 if suffix == ".mp3" else 0)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_format_that_there_is_not(example, tmp_path):
+    words = command(example, TEXT, "--output", str(tmp_path / "out.aac"), port=1)
+    result = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    message = f"error: --output: {tmp_path}/out.aac must end in one of .wav, .flac, .mp3, .opus, .ogg\n"
+    assert (result.returncode, result.stderr) == (1, message)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_text_that_may_be_cut_off_is_said(example, server, tmp_path):
+    result = speak(example, server, TEXT, "--max-generate-length", "3", "--output", str(tmp_path / "out.wav"))
+    assert result.returncode == 0
+    assert result.stdout.splitlines()[0].endswith(": 0.48 s of audio, finish reason: length")
+    assert re.fullmatch(r"warning: .* cut off: .*--max-generate-length, or .* sentence by sentence\n", result.stderr)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_adapter_is_asked_for(example, server):
+    result = speak(example, server, TEXT, "--lora", "ann")
+    assert result.stderr == 'error: NOT_FOUND: lora: there is no registered adapter named "ann"\n'
+
+
+@pytest.mark.parametrize(
+    ("example", "scheme"),
+    [("speak.py", "grpc://"), ("speak.py", "http://"), ("speak_http.py", ""), ("speak_http.py", "http://")],
+)
+def test_the_address_from_the_environment_with_and_without_a_scheme(example, scheme, server, tmp_path):
+    urls = {"speak.py": ("VOXCPM_URL", server.grpc_url), "speak_http.py": ("VOXCPM_HTTP_URL", server.http_url)}
+    name, url = urls[example]
+    words = [sys.executable, str(ROOT / "client_examples" / example), TEXT, "--max-generate-length", "1"]
+    words += ["--output", str(tmp_path / "out.wav")]
+    environment = {**os.environ, name: scheme + url}
+    result = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert len(read_wav(tmp_path / "out.wav")[0]) == 7680
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
