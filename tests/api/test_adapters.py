@@ -63,7 +63,7 @@ def test_the_asynchronous_example(folder):
             plain, adapted = await asyncio.gather(say(server, cfg_value=2), say(server, cfg_value=2, lora_name="demo"))
             assert plain.shape == adapted.shape == (3 * 7680,)
             assert np.abs(plain - adapted).max() > 1e-2
-            np.testing.assert_allclose(await say(server), plain, atol=1e-4)
+            np.testing.assert_allclose(await say(server), plain, atol=1e-3)
             with pytest.raises(ValueError, match="^NOT_FOUND: path: "):
                 await server.register_lora("other", "/path/to/lora/checkpoint")
             with pytest.raises(ValueError, match="^INVALID_ARG: path: "):  # it changes projections
@@ -108,7 +108,7 @@ def test_two_workers_have_the_same_adapters_also_after_one_has_died(folder):
             assert time.monotonic() < ends
             time.sleep(0.05)
         for first in (*others, *everywhere()):
-            np.testing.assert_allclose(first, known, atol=1e-4)
+            np.testing.assert_allclose(first, known, atol=1e-3)
         server.unregister_lora("demo")
         assert server.list_loras() == []
     finally:

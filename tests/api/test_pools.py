@@ -113,7 +113,7 @@ def test_the_readme_example_in_an_event_loop(pool):
 
     for seed, wav in enumerate(asyncio.run(main())):
         alone = np.concatenate(list(pool.generate(SENTENCE, cfg_value=2, seed=seed)))
-        np.testing.assert_allclose(wav, alone, atol=1e-4)
+        np.testing.assert_allclose(wav, alone, atol=1e-3)
 
 
 def test_a_length_is_a_number_of_chunks(pool):
@@ -163,7 +163,7 @@ def test_a_stored_prompt_is_the_prompt_itself(pool, tmp_path):
     prompt_text = "peter sells nine green toys"
     direct = list(pool.generate(prompt_latents=prompt_latents, prompt_text=prompt_text, **given))
     without = list(pool.generate(**given))
-    np.testing.assert_allclose(np.concatenate(stored), np.concatenate(direct), atol=1e-4)
+    np.testing.assert_allclose(np.concatenate(stored), np.concatenate(direct), atol=1e-3)
     assert np.abs(np.concatenate(stored)[:PATCH] - np.concatenate(without)[:PATCH]).max() > 1e-2
     pool.remove_prompt(prompt_id)
     with pytest.raises(ValueError, match="^NOT_FOUND: prompt_id: "):

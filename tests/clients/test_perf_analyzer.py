@@ -49,7 +49,8 @@ def test_the_commands(server, tmp_path, kind):
     assert after["success"]["count"] - before["success"]["count"] == count
     assert after["fail"]["count"] == before["fail"]["count"]
     assert number(r"(?m)^    Request count: (\d+)$", said) == count
-    assert number(r"Successful request count: (\d+)", said) == count
+    # It stops to measure when the last request has been sent, and may leave out those that end after that.
+    assert count - 2 <= number(r"Successful request count: (\d+)", said) <= count
 
     (measured,) = json.loads((tmp_path / "build" / f"{kind}.json").read_text())["experiments"]
     assert len(measured["requests"]) == count

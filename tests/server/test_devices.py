@@ -47,7 +47,7 @@ def test_streams_are_shared_out_and_a_worker_that_dies_is_replaced_while_the_oth
             assert going_on.next().as_numpy("audio").size
         wait_until(lambda: sorted(gauge(server, "worker_up", w) for w in BOTH) == [0, 1], 10, "word of the death")
         again = samples(speak(server, {"text": TEXT, "seed": 1, "max_generate_length": 4}))
-        np.testing.assert_allclose(again, known, atol=1e-4)
+        np.testing.assert_allclose(again, known, atol=1e-3)
         wait_until(lambda: [gauge(server, "worker_up", w) for w in BOTH] == [1, 1], 60, "a new worker")
         assert len(workers(server)) == 2 and len(workers(server) & before) == 1
         with Talk(server, LONG) as new:

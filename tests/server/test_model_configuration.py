@@ -83,7 +83,7 @@ def test_index_unload_and_load(tight_server):
         client.load_model("voxcpm2")
         assert client.is_model_ready("voxcpm2")
     assert index() == [{"name": "voxcpm2", "version": "1", "state": "READY"}]
-    assert abs(samples(speak(tight_server, {"text": TEXT, "seed": 3})) - spoken).max() < 1e-4
+    assert abs(samples(speak(tight_server, {"text": TEXT, "seed": 3})) - spoken).max() < 1e-3
     # A heartbeat or two later it still serves: the warm-up was not taken for the sign that it is being served.
     time.sleep(1.5)
     assert speak(tight_server, {"text": TEXT})[-1].as_numpy("finish_reason").tolist() == [b"stop"]

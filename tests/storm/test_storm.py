@@ -103,7 +103,7 @@ def _weather(server: ObservedServer, seconds: float, warm_up_s: float, growth_mi
     assert snapshot["kv_blocks_free"] == snapshot["kv_blocks_total"]
     assert snapshot["cached_tokens"] > 0
     for heard, expected in zip(asyncio.run(_hear_known(server)), known, strict=True):
-        np.testing.assert_allclose(heard, expected, atol=1e-4)
+        np.testing.assert_allclose(heard, expected, atol=1e-3)
 
     assert server.processes() == processes  # nobody died
     assert server.shared_memory() == shared_memory

@@ -79,7 +79,7 @@ def test_a_step_that_hangs(server):
     assert meanwhile == RESTARTING
     wait_until(lambda: _is_served(server), 60, "a new worker")
     assert server.processes()["worker"] != old
-    np.testing.assert_allclose(asyncio.run(_hear(server, clients.KNOWN[0])), known, atol=1e-4)
+    np.testing.assert_allclose(asyncio.run(_hear(server, clients.KNOWN[0])), known, atol=1e-3)
     assert server.uses()["stub"].files <= before.files + 2
     assert server.uses()["stub"].threads <= before.threads + 1
 
@@ -107,4 +107,4 @@ def test_memory_that_runs_out(server, spare_mib):
     wait_until(lambda: _is_served(server), 60, "a worker")
     wait_until(lambda: is_idle(server.next_snapshot()), 60, "nobody speaks")
     assert server.snapshot()["kv_blocks_free"] == server.snapshot()["kv_blocks_total"]
-    np.testing.assert_allclose(asyncio.run(_hear(server, clients.KNOWN[0])), known, atol=1e-4)
+    np.testing.assert_allclose(asyncio.run(_hear(server, clients.KNOWN[0])), known, atol=1e-3)
