@@ -39,8 +39,14 @@ if [[ -n ${MODEL:-} ]]; then
     [[ -d $MODEL ]] && MODEL=$(cd "$MODEL" && pwd)
     export DQ_ENGINE_MODEL=$MODEL
 fi
+model=${DQ_ENGINE_MODEL:-}
+if [[ -n $model && $model != "~"* && ! -d $model && ! $model =~ ^[^./][^/]*/[^/]+$ ]]; then
+    echo "entrypoint: $model is neither a directory nor a hub id of the form owner/name" >&2
+    exit 1
+fi
 # One prefix a server: several share a machine's /dev/shm, and what a killed one left can be told apart.
 shm=voxcpm2_$$_$(od -An -N4 -tx4 /dev/urandom | tr -d ' ')_
+export START_ERROR_FILE=/dev/shm/${shm}start_error # voxcpm2's model.py writes why the engine did not start
 
 arguments=(
     --model-repository="${MODEL_REPOSITORY:-$root/model_repository}"
@@ -56,6 +62,30 @@ arguments=(
 )
 command -v nvidia-smi >/dev/null || arguments+=(--allow-gpu-metrics=false)
 [[ ${MODEL_CONTROL_MODE:-none} == explicit ]] && arguments+=("--load-model=*")
+
+# The ports must be free before anything is loaded: Triton opens them last, when the checkpoint is in memory.
+python3 -I -S - "${arguments[@]}" "$@" <<'PYTHON' || exit 1
+import socket
+import sys
+
+options = dict(word[2:].partition("=")[::2] for word in sys.argv[1:] if word.startswith("--"))
+held = []
+for name in "http", "grpc", "metrics":
+    if options.get(f"allow-{name}", "true").lower() in ("false", "0"):
+        continue
+    address, port = options[f"{name}-address"], options[f"{name}-port"]
+    try:
+        if not port.isdecimal() or not 1 <= int(port) <= 65535:
+            raise ValueError("must be from 1 to 65535")
+        family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        held.append(socket.socket(family, kind, protocol))
+        held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what has just been closed is free
+        held[-1].bind(place)
+        held[-1].listen()  # so that one port for two of them is noticed as well
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        sys.exit(f"entrypoint: {name.upper()}_PORT: {address}:{port}: {reason.lower()}")
+PYTHON
 
 # The server is the leader of a process group of its own (set -m): a terminal's Ctrl-C reaches this script only, which
 # then stops the server in order, and what is left of a server that died (its stubs outlive it) is ended as one.
@@ -95,6 +125,8 @@ trap stop INT TERM HUP
 wait "$server" # returns early, after the trap, when a signal comes
 status=$?
 [[ -z $stopping ]] || status=0
+# Said once more, as Triton's own tables come after it.
+[[ $status == 0 || ! -s $START_ERROR_FILE ]] || echo "entrypoint: $(head -n 1 "$START_ERROR_FILE")" >&2
 exec {alive}>&-
 wait "$keeper" 2>/dev/null
 exit "$status"

@@ -6,6 +6,7 @@ import pty
 import queue
 import signal
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -171,12 +172,31 @@ def test_a_server_that_cannot_start_says_why(repository):
     assert server.log_path.exists()
     server.log_path.unlink()
 
+
+@pytest.mark.parametrize("which", ["HTTP_PORT", "GRPC_PORT", "METRICS_PORT"])
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded(repository, which, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        ports = (taken.getsockname()[1], *free_ports(2))
-        server = TritonServer(model_repository=repository, ports=ports)
-        with pytest.raises(ServerError, match=f"(?s)ended with 1.*127.0.0.1:{ports[0]}.*already in use"):
+        ports = free_ports(3)
+        port = ports[("HTTP_PORT", "GRPC_PORT", "METRICS_PORT").index(which)] = taken.getsockname()[1]
+        server = TritonServer(model_repository=repository, ports=tuple(ports), log_path=tmp_path / "log")
+        with pytest.raises(ServerError, match="tritonserver ended with 1"):
             server.start()
-    server.log_path.unlink()
+    assert server.log_path.read_text() == f"entrypoint: {which}: 127.0.0.1:{port}: address already in use\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"HTTP_PORT": "65536"}, "HTTP_PORT: 127.0.0.1:65536: must be from 1 to 65535"),
+        ({"HTTP_PORT": "31999", "GRPC_PORT": "31999"}, "GRPC_PORT: 127.0.0.1:31999: address already in use"),
+        ({"MODEL": "/no/such/model"}, "/no/such/model is neither a directory nor a hub id of the form owner/name"),
+        ({"DQ_ENGINE_MODEL": "no-such"}, "no-such is neither a directory nor a hub id of the form owner/name"),
+    ],
+)
+def test_settings_that_cannot_be_are_told_before_anything_is_loaded(settings, message):
+    environment = {**os.environ, "HOST": "127.0.0.1", **settings}
+    done = subprocess.run([ROOT / "docker/entrypoint.sh"], env=environment, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"entrypoint: {message}\n")
 
 
 def test_progress_is_told_while_the_server_starts(repository):

@@ -5,8 +5,9 @@ Answers are JSON on standard output; an error is one line on standard error, and
 
 import base64
 import json
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import numpy as np
 import tritonclient.grpc
@@ -21,9 +22,11 @@ app.add_typer(adapters, name="adapters")
 
 TIMEOUT_S = 320.0
 Name = Annotated[str, typer.Argument(help="Letters, digits, - and _; 64 at most.")]
-Recording = typer.Option(
-    exists=True, dir_okay=False, help="An audio file, or latents as a .npy file (float32, frames x 64)."
-)
+_RECORDING = {
+    "exists": True,
+    "dir_okay": False,
+    "help": "An audio file, or latents as a .npy file (float32, frames x 64).",
+}
 
 
 class Server:
@@ -43,7 +46,7 @@ def common(
     ] = None,
     model: Annotated[str, typer.Option(help="The model that answers.")] = Server.model,
 ) -> None:
-    Server.url, Server.token, Server.model = url, token, model
+    Server.url, Server.token, Server.model = re.sub("^(grpc|http)://", "", url).rstrip("/"), token, model
 
 
 def call(operation: str, arguments: dict | None = None, payload: bytes | None = None) -> None:
@@ -60,9 +63,16 @@ def call(operation: str, arguments: dict | None = None, payload: bytes | None = 
         with tritonclient.grpc.InferenceServerClient(Server.url) as client:
             result = client.infer(Server.model, inputs, client_timeout=TIMEOUT_S)
     except InferenceServerException as error:
-        typer.echo(error.message(), err=True)
-        raise typer.Exit(1) from None
+        if error.status() == "StatusCode.UNAVAILABLE" and not error.message().startswith("UNAVAILABLE: "):
+            where = "--url or VOXCPM_URL says where"
+            fail(f"no answer from {Server.url}: is the server running? {where} ({error.message()})")
+        fail(error.message())
     typer.echo(json.dumps(json.loads(result.as_numpy("result")[0]), indent=2, ensure_ascii=False))
+
+
+def fail(message: str) -> NoReturn:
+    typer.echo(message, err=True)
+    raise typer.Exit(1) from None
 
 
 @app.command()
@@ -110,11 +120,13 @@ def delete_voice(name: Name) -> None:
 @voices.command("register")
 def register_voice(
     name: Name,
-    reference: Annotated[Path | None, Recording] = None,
-    prompt: Annotated[Path | None, Recording] = None,
+    reference: Annotated[Path | None, typer.Option(**_RECORDING)] = None,
+    prompt: Annotated[Path | None, typer.Option("--prompt", "--prompt-audio", **_RECORDING)] = None,
     prompt_text: Annotated[str | None, typer.Option(help="The words of the prompt.")] = None,
 ) -> None:
     """Keep a voice: a reference to clone, a prompt to continue, or both."""
+    if reference is None and prompt is None:
+        fail("a recording is missing: --reference, or --prompt-audio with --prompt-text")
     arguments, payload = {"name": name}, None
     if prompt_text is not None:
         arguments["prompt_text"] = prompt_text
@@ -156,7 +168,7 @@ def _latents(path: Path) -> bytes:
     try:
         array = np.load(path, allow_pickle=False)
     except ValueError as error:
-        raise typer.BadParameter(f"{path}: {error}") from None
+        fail(f"{path}: {error}")
     if array.ndim != 2:
-        raise typer.BadParameter(f"{path}: must have shape [frames, 64], got {list(array.shape)}")
+        fail(f"{path}: must have shape [frames, 64], got {list(array.shape)}")
     return array.astype("<f4").tobytes()

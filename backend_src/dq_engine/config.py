@@ -1,6 +1,9 @@
 """Every setting of the engine, typed. `DQ_ENGINE_<NAME>` in the environment wins over the model's config.pbtxt."""
 
+import difflib
+import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -8,6 +11,8 @@ from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_vali
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dq_engine.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 _DEVICE = r"(auto(:\d+)?|cpu|cuda(:\d+)?)"
 _LAYER_TARGETS = r"(q|k|v|o|gate|up|down)_proj"
@@ -127,10 +132,10 @@ class EngineConfig(BaseSettings):
     log_text: bool = Field(default=False, description="write the texts of requests into their lines")
 
     def of_workers(self) -> list["EngineConfig"]:
-        """The settings of each engine worker: `devices` one by one, each in the place of `device`."""
+        """The settings of each engine worker: `devices` one by one, each as its `device`."""
         names = self.devices.split(",") if self.devices else [self.device]
         names = [f"auto:{name}" if name.isdigit() else name for name in names]
-        return [self.model_copy(update={"device": name, "devices": ""}) for name in names]
+        return [self.model_copy(update={"device": name}) for name in names]
 
     @field_validator("*", mode="before")
     @classmethod
@@ -146,16 +151,27 @@ class EngineConfig(BaseSettings):
     def from_parameters(cls, parameters: dict[str, str]) -> "EngineConfig":
         """Settings from config.pbtxt parameters (all strings), under the environment's.
 
+        A DQ_ENGINE_* variable that no setting has is a warning in the log.
+
         Raises:
             ValueError: a parameter has no such setting, or a value is out of its limits; names each one.
         """
         if parameters.get("admin_token"):
             raise ValueError("admin_token: belongs into the environment; every client can read a model's parameters")
+        _warn_of_unknown_variables(cls.model_config["env_prefix"], cls.model_fields)
         try:
             return cls(**{name: value for name, value in parameters.items() if value != ""})
         except ValidationError as error:
             faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise ValueError(f"engine settings: {faults}") from None
+
+
+def _warn_of_unknown_variables(prefix: str, settings: Iterable[str]) -> None:
+    known = [name.upper() for name in settings]
+    for variable in sorted(os.environ):
+        if variable.upper().startswith(prefix) and (name := variable.upper().removeprefix(prefix)) not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            logger.warning("%s is no setting%s", variable, f"; did you mean {prefix}{close[0]}?" if close else "")
 
 
 def resolve_checkpoint(model: str) -> Path:

@@ -22,7 +22,7 @@ from reference.adapters import AdapterShape, random_weights, write_adapter
 from reference.recordings import write_voice
 from safetensors import safe_open
 from talk import TEXT, Talk, inputs, is_final, speak, wait_until
-from triton_server import ROOT, TritonServer
+from triton_server import ROOT, TritonServer, free_ports
 from tritonclient.utils import InferenceServerException
 
 SMALL = ROOT / "models" / "small"
@@ -57,6 +57,7 @@ def server(tmp_path_factory, folder):
         "DQ_ENGINE_ADMIN_TOKEN": TOKEN,
         "DQ_ENGINE_VOICES_DIR": str(tmp_path_factory.mktemp("store") / "voices"),
         "DQ_ENGINE_VOICES_MAX_COUNT": "3",
+        "DQ_ENGINE_DEVICES": "cpu",
         "DQ_ENGINE_LORA_MAX_LORAS": "2",
         "DQ_ENGINE_LORA_DIR": str(folder),
     }
@@ -111,8 +112,9 @@ def clean(client):
 
 
 def test_the_token(client):
-    refused = "INVALID_ARG: token: is not the administration's"
-    for token in (None, "", "wrong", TOKEN + "x"):
+    required = "INVALID_ARG: token: is required; voxcpm-admin takes it from --token or DQ_ENGINE_ADMIN_TOKEN"
+    wrong = "INVALID_ARG: token: is not the administration's"
+    for token, refused in ((None, required), ("", required), ("wrong", wrong), (TOKEN + "x", wrong)):
         assert refusal(client, "information", token=token) == refused
         assert refusal(client, "fly", token=token) == refused
     assert admin(client, "information")["sample_rate"] == 48_000
@@ -147,6 +149,7 @@ def test_information(client):
     assert about["limits"]["max_model_len"] == 1024
     assert about["settings"]["voices_max_count"] == 3
     assert about["settings"]["max_num_seqs"] == 16  # what the device decides is in force too
+    assert (about["settings"]["devices"], about["settings"]["device"]) == ("cpu", "cpu")
     assert "admin_token" not in about["settings"]
     assert about["versions"]["nano-vllm-voxcpm"] == "2.0.5"
     assert TOKEN not in json.dumps(about)
@@ -301,7 +304,7 @@ def test_a_worker_that_dies_comes_back_with_the_adapters(server, client):
 
     def again() -> bool:
         with contextlib.suppress(InferenceServerException):
-            return np.abs(latents(server, {"lora": "loud"}) - loud).max() < 1e-4
+            return np.abs(latents(server, {"lora": "loud"}) - loud).max() < 1e-3
         return False
 
     wait_until(again, 60, "a new worker with the adapter")
@@ -369,3 +372,14 @@ def test_the_command_line(server, client, voice, tmp_path):
     assert admin(client, "list_voices")["voices"] == [stored]
     assert cli(server, "voices", "show", "bob", status=1) == 'NOT_FOUND: name: there is no stored voice named "bob"'
     assert cli(server, "info", token="x", status=1) == "INVALID_ARG: token: is not the administration's"
+    required = "INVALID_ARG: token: is required; voxcpm-admin takes it from --token or DQ_ENGINE_ADMIN_TOKEN"
+    assert cli(server, "info", token="", status=1) == required
+    message = "a recording is missing: --reference, or --prompt-audio with --prompt-text"
+    assert cli(server, "voices", "register", "x", status=1) == message
+    np.save(tmp_path / "flat.npy", made.ravel())
+    message = f"{tmp_path}/flat.npy: must have shape [frames, 64], got [256]"
+    assert cli(server, "voices", "register", "x", "--reference", tmp_path / "flat.npy", status=1) == message
+    assert cli(server, "--url", f"grpc://{server.grpc_url}", "info") == cli(server, "info")
+    (port,) = free_ports(1)
+    answer = cli(server, "--url", f"http://127.0.0.1:{port}", "info", status=1)
+    assert answer.startswith(f"no answer from 127.0.0.1:{port}: is the server running? --url or VOXCPM_URL ")

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from reference.recordings import write_voice
 from talk import LONG, MEDIUM, TEXT, Talk, active_streams, inputs, speak, wait_until
-from triton_server import ROOT, TritonServer
+from triton_server import ROOT, ServerError, TritonServer
 from tritonclient.utils import InferenceServerException
 
 
@@ -149,6 +150,17 @@ def test_a_stop_half_way(server):
         assert "UNAVAILABLE" in error or "closed" in error.lower(), error
         talk.close()
     assert all(_ends(process) for process in processes)
+    assert list(Path("/dev/shm").glob(f"voxcpm2_{server.pid}_*")) == []
+    assert not re.search(r"^\S+ \S+ ERROR dq_engine.*", server.log_path.read_text(), re.MULTILINE)
+
+
+def test_a_failed_start_ends_with_its_reason(tmp_path):
+    (tmp_path / "model").mkdir()
+    server = TritonServer(model=tmp_path / "model", log_path=tmp_path / "log")
+    with pytest.raises(ServerError, match="tritonserver ended with 1"):
+        server.start()
+    reason = f"entrypoint: the engine did not start: {tmp_path}/model has no config.json: "
+    assert server.log_path.read_text().splitlines()[-1].startswith(reason)
     assert list(Path("/dev/shm").glob(f"voxcpm2_{server.pid}_*")) == []
 
 

@@ -139,7 +139,7 @@ def test_a_token_fences_all_but_encode(workers):
     assert ask(administration, "encode", purpose="prompt", payload=b"x") == {"of": None}
     refused = "INVALID_ARG: token: is not the administration's"
     for operation in administration._fenced:
-        assert refusal(administration, operation, name="a") == refused
+        assert refusal(administration, operation, name="a").startswith("INVALID_ARG: token: is required; ")
         assert refusal(administration, operation, token="secre", name="a") == refused
     assert [call[0] for call in workers.calls] == ["encode"]
     assert ask(administration, "drain", token="secret") == {"draining": True}

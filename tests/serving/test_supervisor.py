@@ -1,5 +1,6 @@
 """The supervisor and real worker processes with the small model: audio, cancellation, death, restart, orderly ends."""
 
+import logging
 import os
 import signal
 import stat
@@ -167,13 +168,18 @@ def test_a_worker_that_hangs_is_replaced(supervisor, monkeypatch):
     assert _worker_pids() != [pid]
 
 
-def test_sigterm_to_a_worker_ends_its_streams_in_order(supervisor):
+def test_sigterm_to_a_worker_ends_its_streams_in_order_and_is_no_error(supervisor, caplog):
+    caplog.set_level(logging.INFO, "dq_engine")
     wait_until(lambda: _is_ready(supervisor), 40, "a worker")
     stream = Collector(supervisor, long_request())
     stream.next()
     os.kill(_worker_pids()[0], signal.SIGTERM)
     assert stream.rest()[-1][1].code == "UNAVAILABLE"
+    wait_until(lambda: " ended: " in caplog.text, 10, "word of its end")
     wait_until(lambda: _is_ready(supervisor), 60, "a new worker")
+    (end,) = (record for record in caplog.records if " ended: " in record.getMessage())
+    assert end.getMessage().startswith("worker 0 ended: it was told to (SIGTERM); ")
+    assert end.levelname == "INFO"
 
 
 def test_stop_answers_running_streams_and_leaves_nothing():

@@ -77,7 +77,9 @@ class Administration:
         """
         table = self._open
         if call.operation not in table:
-            if self._token and not hmac.compare_digest((call.token or "").encode(), self._token.encode()):
+            if self._token and not call.token:
+                raise invalid("token", "is required; voxcpm-admin takes it from --token or DQ_ENGINE_ADMIN_TOKEN")
+            if self._token and not hmac.compare_digest(call.token.encode(), self._token.encode()):
                 raise invalid("token", "is not the administration's")
             table = self._fenced
         if call.operation not in table:

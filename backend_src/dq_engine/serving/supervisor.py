@@ -32,7 +32,7 @@ from dq_engine.serving.messages import (
 )
 from dq_engine.serving.routing import expected_seconds
 from dq_engine.serving.worker_process import OnMessage, WorkerProcess, answer
-from dq_engine.serving.worker_slot import WorkerSlot
+from dq_engine.serving.worker_slot import WorkerSlot, was_told_to_end
 
 logger = logging.getLogger(__name__)
 
@@ -317,7 +317,8 @@ class Supervisor:
             return
         how = slot.ended(worker, was_ready)
         self._set_start_error(how)
-        logger.error(
+        logger.log(
+            logging.INFO if was_told_to_end(worker.process.returncode) else logging.ERROR,
             "worker %d ended: %s; %d streams lost; next start in %.1f s",
             slot.index,
             how,

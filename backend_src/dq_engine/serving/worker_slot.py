@@ -76,7 +76,14 @@ class WorkerSlot:
             logger.info("worker %d: %s, %.0f%% done", self.index, progress.stage, 100 * progress.fraction)
 
 
+def was_told_to_end(status: int) -> bool:
+    """Whether a process of this exit status got SIGTERM, as the whole server perhaps, whose own end then follows."""
+    return status in (0, -signal.SIGTERM)  # the second before it was far enough to end in order
+
+
 def _exit_reason(status: int) -> str:
+    if was_told_to_end(status):
+        return "it was told to (SIGTERM)"
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     return f"exit status {status}; what it logged says why"

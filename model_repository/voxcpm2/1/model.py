@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -53,6 +54,14 @@ class TritonPythonModel:
         return config
 
     def initialize(self, args: dict[str, str]) -> None:
+        try:
+            self._start(args)
+        except Exception as error:
+            if path := os.environ.get("START_ERROR_FILE"):  # docker/entrypoint.sh's, which ends with it
+                Path(path).write_text(f"{error}\n")
+            raise
+
+    def _start(self, args: dict[str, str]) -> None:
         model_config = json.loads(args["model_config"])
         if sum(group["count"] * max(1, len(group["gpus"])) for group in model_config["instance_group"]) > 1:
             raise pb_utils.TritonModelException(
@@ -62,6 +71,7 @@ class TritonPythonModel:
         settings = {name: value["string_value"] for name, value in model_config.get("parameters", {}).items()}
         if settings.get("model", "").startswith("."):
             settings["model"] = str((Path(args["model_repository"]) / settings["model"]).resolve())
+        configure("warning")  # until the settings are known
         self._config = config = EngineConfig.from_parameters(settings)
         configure(config.log_level)
         self._name = args["model_name"]

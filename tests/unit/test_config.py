@@ -1,0 +1,24 @@
+"""The settings: what a misspelt one says, and what each worker gets."""
+
+import logging
+
+from dq_engine.config import EngineConfig
+
+
+def test_a_variable_that_no_setting_has_is_a_warning_that_names_it(monkeypatch, caplog):
+    monkeypatch.setenv("DQ_ENGINE_MAX_NUM_SEQ", "3")
+    monkeypatch.setenv("DQ_ENGINE_ZZZ", "3")
+    monkeypatch.setenv("DQ_ENGINE_QUEUE_SIZE", "5")
+    monkeypatch.setenv("dq_engine_threads", "1")  # the environment's case does not matter
+    assert EngineConfig.from_parameters({"model": "m"}).queue_size == 5
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (logging.WARNING, "DQ_ENGINE_MAX_NUM_SEQ is no setting; did you mean DQ_ENGINE_MAX_NUM_SEQS?"),
+        (logging.WARNING, "DQ_ENGINE_ZZZ is no setting"),
+    ]
+
+
+def test_each_worker_knows_its_device_and_all_devices():
+    workers = EngineConfig(model="m", devices="0,cpu").of_workers()
+    assert [(worker.device, worker.devices) for worker in workers] == [("auto:0", "0,cpu"), ("cpu", "0,cpu")]
+    (worker,) = EngineConfig(model="m", device="cpu").of_workers()
+    assert (worker.device, worker.devices) == ("cpu", "")
