@@ -7,9 +7,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 import zipfile
 from pathlib import Path
 
+import psutil
 import pytest
 import stand_in_model
 import tritonclient.grpc as grpcclient
@@ -102,11 +104,11 @@ def test_paths_that_instructions_name_are_made_by_the_image_or_a_copy(tmp_path):
 
 def test_commands_that_instructions_and_the_entrypoint_run_exist():
     for rest in of("RUN") + [rest.split("CMD ", 1)[1] for rest in of("HEALTHCHECK")]:
-        for command in rest.split("&&"):
+        for command in re.split(r"&&|\| ", rest):
             assert shutil.which(command.split()[0]), command
     script = (ROOT / "docker/entrypoint.sh").read_text()
     subprocess.run(["bash", "-n", ROOT / "docker/entrypoint.sh"], check=True)
-    for command in ("od", "tr", "setsid", "sleep", "rm", "dirname"):
+    for command in ("od", "tr", "setsid", "sleep", "rm", "dirname", "head", "python3"):
         assert command in script
         assert shutil.which(command), command
 
@@ -189,20 +191,34 @@ exec unshare --map-root-user --mount -- bash -c '
     return script
 
 
-def test_the_entrypoint_and_the_healthcheck_run_as_in_the_container(container, tmp_path):
+def test_the_entrypoint_runs_as_in_the_container(container, tmp_path):
     repository = stand_in_model.write(tmp_path / "repository")
     with TritonServer(entrypoint=container, model_repository=repository, environment={"HF_HOME": "/x"}) as server:
         assert '/opt/tritonserver/backends/python/libtriton_python.so' in server.log_path.read_text()
         assert grpcclient.InferenceServerClient(server.grpc_url).is_model_ready("counter")
-        check = shlex.split(of("HEALTHCHECK")[0].split("CMD ", 1)[1])
-        healthy = {**os.environ, "HTTP_PORT": str(server.http_port)}
-        assert subprocess.run(check, env=healthy, capture_output=True).returncode == 0
-        ill = {**os.environ, "HTTP_PORT": "1"}
-        assert subprocess.run(check, env=ill, capture_output=True).returncode != 0
 
 
-def test_the_repository_serves_from_where_the_image_has_it(container):
+def is_healthy(port: int) -> bool:
+    """What the HEALTHCHECK says of a server whose metrics are on that port."""
+    check = ["sh", "-c", of("HEALTHCHECK")[0].split("CMD ", 1)[1]]
+    return subprocess.run(check, env={**os.environ, "METRICS_PORT": str(port)}, capture_output=True).returncode == 0
+
+
+def test_the_repository_serves_from_where_the_image_has_it_and_its_health_is_the_workers(container):
     with TritonServer(entrypoint=container) as server:
         client = grpcclient.InferenceServerClient(server.grpc_url)
         assert client.is_model_ready("voxcpm2")
         assert "/opt/voxcpm2/model_repository" in server.log_path.read_text()
+        ends = time.monotonic() + 10
+        while not is_healthy(server.metrics_port):
+            assert time.monotonic() < ends
+            time.sleep(0.2)
+        assert not is_healthy(1)
+        below = psutil.Process(server.pid).children(recursive=True)
+        (worker,) = (p for p in below if "dq_engine.serving.worker" in p.cmdline())
+        worker.kill()
+        ends = time.monotonic() + 10
+        while is_healthy(server.metrics_port):  # until it is back, which takes seconds
+            assert time.monotonic() < ends
+            time.sleep(0.1)
+        assert server.is_ready()  # Triton does not know
