@@ -31,6 +31,10 @@ The model is models/small, a stand-in: VoxCPM2's true architecture with 7.7 M pa
 the flite synthesizer. It says short English, best of all sentences like "{SENTENCE}".
 For the real one: make demo MODEL=openbmb/VoxCPM2 (downloads it; made for a GPU), or MODEL=/directory/of/a/checkpoint
 """
+ABOUT_ITS_VOICES = """\
+It clones only the voices that it was trained on (models/small/README.md), such as that of
+REFERENCE=benchmark/recordings/rms_reference.flac
+"""
 READY_TIMEOUT_S = 900.0  # a checkpoint of some GB on a slow disk
 SEED = 0  # the same audio every time
 
@@ -46,7 +50,7 @@ def main() -> None:
 
     checkpoint = resolve_checkpoint(model)  # here, not in the server, so that a download's progress is seen
     if checkpoint.resolve() == SMALL_MODEL:
-        print(ABOUT_SMALL_MODEL)
+        print(ABOUT_SMALL_MODEL + (ABOUT_ITS_VOICES if reference else ""))
     samples, rate, ttfb, rtf, reason, stats = speak(checkpoint, fields)
 
     with open(out, "wb") as file, wave.open(file) as wav:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import soundfile
 from loopback_hub import COMMIT, LoopbackHub
 from PIL import Image
 from triton_server import ROOT
@@ -63,6 +64,7 @@ def test_it_says_what_it_did(plain):
     assert result.stderr == ""
     for words in ("7.7 M parameters", "flite", "make demo MODEL=openbmb/VoxCPM2", "MODEL=/directory"):
         assert words in result.stdout
+    assert "REFERENCE=" not in result.stdout
     assert re.search(rf"speaking +━+ {seconds:.2f} s of audio", result.stdout)
     lines = result.stdout.splitlines()[-4:]
     assert lines[0] == f'"{SENTENCE}", seed 0, finish reason: stop'
@@ -77,6 +79,9 @@ def test_own_text_and_voice(plain, tmp_path):
     text = "steven sold two old chairs"
     result = demo(OUT=tmp_path / "own.wav", TEXT=text, REFERENCE=plain[1])
     assert result.returncode == 0, result.stderr
+    assert "clones only the voices that it was trained on (models/small/README.md)" in result.stdout
+    (example,) = re.findall(r"REFERENCE=(\S+)", result.stdout)
+    assert soundfile.info(ROOT / example).duration > 1
     assert f'"{text}", seed 0' in result.stdout
     samples, rate = read_wav(tmp_path / "own.wav")
     assert 1 <= len(samples) / rate <= 5
