@@ -19,6 +19,8 @@ import yaml
 from packaging.requirements import Requirement
 from triton_server import TritonServer
 
+from dq_engine.config import EngineConfig
+
 ROOT = Path(__file__).resolve().parent.parent
 WRITTEN = ("HF_HOME", "DQ_ENGINE_VOICES_DIR")
 """Folders that outlive the container."""
@@ -164,6 +166,40 @@ def test_compose_agrees_with_the_dockerfile():
     assert service["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
 
 
+def manifest() -> dict:
+    """The deployment of docs/deploy.md."""
+    page = (ROOT / "docs/deploy.md").read_text()
+    (text,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    deployment, service = yaml.safe_load_all(text)
+    assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
+    return deployment["spec"]["template"]["spec"]
+
+
+def test_the_kubernetes_manifest_agrees_with_the_dockerfile():
+    (server,) = manifest()["containers"]
+    assert [str(port["containerPort"]) for port in server["ports"]] == of("EXPOSE")[0].split()
+    folders = [*(environment()[name] for name in WRITTEN), "/dev/shm"]
+    assert [mount["mountPath"] for mount in server["volumeMounts"]] == folders
+    assert [m["name"] for m in server["volumeMounts"]] == [volume["name"] for volume in manifest()["volumes"]]
+    settings = [v["name"].removeprefix("DQ_ENGINE_").lower() for v in server["env"] if v["name"] != "MODEL"]
+    assert set(settings) <= set(EngineConfig.model_fields)
+    user = ":".join(str(manifest()["securityContext"][name]) for name in ("runAsUser", "runAsGroup"))
+    assert of("USER") == [user]
+    check = of("HEALTHCHECK")[0].split("CMD ", 1)[1].replace('"', "").replace("$METRICS_PORT", "8002")
+    assert server["readinessProbe"]["exec"]["command"] == ["sh", "-c", check]
+
+
+def test_the_pages_links_and_settings_are_there():
+    page = (ROOT / "docs/deploy.md").read_text()
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", page)]
+    assert links
+    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
+    assert {name.lower() for name in re.findall(r"DQ_ENGINE_([A-Z_]+)", page)} <= set(EngineConfig.model_fields)
+    metrics = (ROOT / "docs/metrics.md").read_text()
+    names = set(re.findall(r"voxcpm2_[a-z_]+(?=[`)\[{])", page))
+    assert names and [name for name in names if f"`{name}" not in metrics] == []
+
+
 @pytest.fixture(scope="module")
 def container(tmp_path_factory) -> Path:
     """A script that runs what the Dockerfile names as its entrypoint where it will lie: in a mount namespace with
@@ -214,6 +250,12 @@ def test_the_repository_serves_from_where_the_image_has_it_and_its_health_is_the
             assert time.monotonic() < ends
             time.sleep(0.2)
         assert not is_healthy(1)
+        drain = manifest()["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        drain[2] = drain[2].replace("sleep 5", "sleep 0").replace(":8002", f":{server.metrics_port}")
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        settings = {**os.environ, "PATH": path, "VOXCPM_URL": server.grpc_url}
+        drained = subprocess.run(drain, env=settings, capture_output=True, text=True, timeout=60)
+        assert (drained.returncode, yaml.safe_load(drained.stdout), drained.stderr) == (0, {"draining": True}, "")
         below = psutil.Process(server.pid).children(recursive=True)
         (worker,) = (p for p in below if "dq_engine.serving.worker" in p.cmdline())
         worker.kill()

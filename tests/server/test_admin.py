@@ -383,3 +383,14 @@ def test_the_command_line(server, client, voice, tmp_path):
     (port,) = free_ports(1)
     answer = cli(server, "--url", f"http://127.0.0.1:{port}", "info", status=1)
     assert answer.startswith(f"no answer from 127.0.0.1:{port}: is the server running? --url or VOXCPM_URL ")
+
+
+@pytest.mark.usefixtures("clean")
+def test_the_example_of_the_page_with_a_token(server, voice, tmp_path):
+    (tmp_path / "voice.wav").write_bytes(voice)
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    words = [sys.executable, "-c", code.replace("localhost:8000", server.http_url)]
+    environment = {**os.environ, "DQ_ENGINE_ADMIN_TOKEN": TOKEN}
+    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("{'name': 'carl', ")
