@@ -98,6 +98,10 @@ def test_the_health_check(server, clone):
     (url,) = re.findall(r"`curl (localhost:8000/\S+)` answers 200", README)
     result = run(f"curl -s -o /dev/null -w '%{{http_code}}' {url.replace('localhost:8000', server.http_url)}", clone)
     assert result.stdout == "200"
+    (metric,) = re.findall(r"`(curl -s localhost:8002/metrics .*)` succeeds", README)
+    metric = metric.replace("\\|", "|").replace("localhost:8002", server.metrics_url)
+    assert run(metric, clone).returncode == 0
+    assert run(metric.replace("_up", "_down"), clone).returncode == 1
 
 
 def test_every_setting_has_its_row():
