@@ -202,6 +202,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_compare_on_a_cpu(tmp_path):
     """One slot and one place in the queue: of 4 requests at once 2 are refused. The stock engine needs a GPU."""
     options = "--engines nano,engine --closed 1,4 --rates 1 --seconds 1 --patches 6 --streams 2 --references 0"

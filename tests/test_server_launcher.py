@@ -69,6 +69,7 @@ def wait_until_nothing_is_left(server: TritonServer, processes: list[psutil.Proc
     return time.monotonic() - began
 
 
+@pytest.mark.slow
 def test_two_servers_at_once_serve_and_stop_one_by_one(repository):
     with (
         TritonServer("models/small", model_repository=repository) as first,

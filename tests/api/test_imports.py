@@ -62,6 +62,7 @@ def run(code: str, cwd: Path, packages: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_the_engine_from_a_folder(tmp_path, packages):
     """A copy, so that the installed package is not what is found; the worker process finds the copy too."""
     shutil.copytree(ROOT / "backend_src" / "dq_engine", tmp_path / "backend_src" / "dq_engine")

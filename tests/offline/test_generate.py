@@ -159,6 +159,7 @@ def test_what_stops_a_run(folder):
     assert [(row["id"], row["status"]) for row in table(folder)] == [("a", "")]
 
 
+@pytest.mark.slow
 def test_no_slot_is_free_while_items_wait():
     """24 items of 8 patches in 4 slots: with all of them busy, 48 steps and the few in which streams begin and end."""
     config = EngineConfig(model=SMALL, device="cpu", threads=1, max_num_seqs=4, realtime=False)

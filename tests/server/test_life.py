@@ -66,6 +66,7 @@ def _encode(client: grpcclient.InferenceServerClient, audio: bytes) -> str:
     return str(answer.as_numpy("latents").shape)
 
 
+@pytest.mark.slow
 def test_unload_and_load(server, voice):
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
         for _ in range(2):
