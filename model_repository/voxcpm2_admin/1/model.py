@@ -1,7 +1,6 @@
 """Administration: passes operations to the process that voxcpm2 runs in, over its control socket."""
 
 import json
-import logging
 import math
 
 import numpy as np
@@ -9,9 +8,10 @@ import triton_python_backend_utils as pb_utils
 
 from dq_engine.errors import RequestError, invalid
 from dq_engine.request import MAX_ENCODED_AUDIO_BYTES
-from dq_engine.serving.control_client import ControlClient, control_address, json_arguments
+from dq_engine.serving.call_model import CallModel
+from dq_engine.serving.control_client import json_arguments
 from dq_engine.serving.control_protocol import ControlCall, ControlResult
-from dq_engine.serving.request_parser import refuse_parameters, scalar
+from dq_engine.serving.request_parser import scalar
 
 THREADS, MAX_WAITING = 8, 24
 TIMEOUT_S = 300.0
@@ -22,26 +22,13 @@ class TritonPythonModel:
     """One thin instance. `execute` returns at once; the answer comes on a thread of the client's."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        parameters = json.loads(args["model_config"])["parameters"]
-        address = control_address({name: value["string_value"] for name, value in parameters.items()})
-        self._client = ControlClient(*address, THREADS, MAX_WAITING)
+        self._calls = CallModel(args, THREADS, MAX_WAITING, _call, _respond)
 
     def execute(self, requests: list) -> None:
-        for request in requests:
-            sender = request.get_response_sender()
-            try:
-                refuse_parameters(json.loads(request.parameters()))
-                inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-                self._client.submit(_call(inputs), lambda answer, sender=sender: _respond(sender, answer))
-            except RequestError as error:
-                _respond(sender, error)
-            except Exception as error:
-                logging.getLogger(__name__).exception("taking a request failed")
-                _respond(sender, RequestError("INTERNAL", f"taking the request failed: {error}"))
+        self._calls.execute(requests)
 
     def finalize(self) -> None:
-        self._client.stop()
+        self._calls.stop()
 
 
 def _call(inputs: dict[str, np.ndarray]) -> ControlCall:
