@@ -8,38 +8,15 @@ from collections.abc import Callable
 
 import numpy as np
 import tritonclient.grpc as grpcclient
+from contract_inputs import inputs
 from triton_server import TritonServer
 from tritonclient.utils import InferenceServerException
 
 TEXT = "peter sells nine green toys"
 SAMPLES_PER_PATCH = 7680
-TYPES = {
-    "seed": ("INT64", np.int64),
-    "sample_rate": ("INT32", np.int32),
-    "min_generate_length": ("INT32", np.int32),
-    "max_generate_length": ("INT32", np.int32),
-    "cfg_value": ("FP32", np.float32),
-    "temperature": ("FP32", np.float32),
-    "prompt_latents": ("FP32", np.float32),
-    "reference_latents": ("FP32", np.float32),
-    "stream": ("BOOL", np.bool_),
-    "return_latents": ("BOOL", np.bool_),
-}
 LONG = {"text": TEXT, "min_generate_length": 400, "max_generate_length": 400}
 """A request that goes on for 10 s and more, unless it is stopped."""
 MEDIUM = LONG | {"min_generate_length": 120, "max_generate_length": 120}
-
-
-def inputs(fields: dict, client=grpcclient) -> list:
-    """Fields of the contract as tritonclient's inputs, of the gRPC or the asyncio client."""
-    tensors = []
-    for name, value in fields.items():
-        kind, dtype = TYPES.get(name, ("BYTES", np.object_))
-        value = value.encode() if isinstance(value, str) else value
-        array = value if isinstance(value, np.ndarray) else np.array([value], dtype)
-        tensors.append(client.InferInput(name, list(array.shape), kind))
-        tensors[-1].set_data_from_numpy(array)
-    return tensors
 
 
 def is_final(result) -> bool:

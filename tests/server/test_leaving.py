@@ -56,7 +56,7 @@ def test_a_closed_grpc_stream(server):
 def test_a_killed_grpc_client(server):
     script = f"""
 import sys
-sys.path[:0] = [{str(ROOT / "tests/server")!r}, {str(ROOT / "tools")!r}]
+sys.path[:0] = [{str(ROOT / "tests/server")!r}, {str(ROOT / "tests")!r}, {str(ROOT / "tools")!r}]
 from types import SimpleNamespace
 from talk import LONG, Talk
 talk = Talk(SimpleNamespace(grpc_url={server.grpc_url!r}), LONG)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import grpc
 import numpy as np
 import tritonclient.grpc.aio as aioclient
+from contract_inputs import inputs
 from tritonclient.utils import InferenceServerException
 
 PATCH = 7680
@@ -27,16 +28,6 @@ PATCH = 7680
 CLIENTS_OF_A_PROCESS = 4
 LONGEST_WAIT_S = 120.0
 TEXTS = ["peter sells nine green toys", "rachel wants five pretty flowers", "hello there", "so it is"]
-TYPES = {
-    "seed": ("INT64", np.int64),
-    "sample_rate": ("INT32", np.int32),
-    "min_generate_length": ("INT32", np.int32),
-    "max_generate_length": ("INT32", np.int32),
-    "cfg_value": ("FP32", np.float32),
-    "prompt_latents": ("FP32", np.float32),
-    "reference_latents": ("FP32", np.float32),
-    "stream": ("BOOL", np.bool_),
-}
 REFERENCES = [np.random.default_rng(n).standard_normal((4 * n, 64)).astype(np.float32) for n in (3, 12, 30)]
 BAD = [
     ({"text": ""}, "INVALID_ARG: text: "),
@@ -93,17 +84,6 @@ def recording(seed: int, seconds: float = 0.5) -> bytes:
 def connect(grpc_url: str) -> aioclient.InferenceServerClient:
     """A client with a connection of its own."""
     return aioclient.InferenceServerClient(grpc_url, channel_args=[("grpc.use_local_subchannel_pool", 1)])
-
-
-def inputs(fields: dict) -> list[aioclient.InferInput]:
-    tensors = []
-    for name, value in fields.items():
-        kind, dtype = TYPES.get(name, ("BYTES", np.object_))
-        value = value.encode() if isinstance(value, str) else value
-        array = value if isinstance(value, np.ndarray) else np.array([value], dtype)
-        tensors.append(aioclient.InferInput(name, list(array.shape), kind))
-        tensors[-1].set_data_from_numpy(array)
-    return tensors
 
 
 def start(client: aioclient.InferenceServerClient, fields: dict):

@@ -77,7 +77,10 @@ asyncio.run(run())
 """
     process = subprocess.Popen(
         [sys.executable, "-c", script, server.grpc_url],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT / "tools")])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT / "tests"), str(ROOT / "tools")]),
+        },
     )
 
     def leave() -> None:

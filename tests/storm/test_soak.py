@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from clients import connect, inputs
+from clients import connect
+from contract_inputs import inputs
 from observed import ObservedServer, Use, is_idle, wait_until
 from reference.checkpoints import SHAPES, make_checkpoint
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import os
 import random
 import subprocess
 import sys
@@ -50,11 +51,12 @@ class Killer:
 
     def __init__(self, server: ObservedServer, output: Path) -> None:
         self._command = [sys.executable, clients.__file__, server.grpc_url, str(server.http_port)]
+        self._environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
         self._output, self._random, self.killed = output, random.Random(0), 0
 
     def _start(self, file) -> subprocess.Popen:
         seed = str(self._random.randrange(1 << 30))
-        return subprocess.Popen([*self._command, seed], stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen([*self._command, seed], stdout=file, stderr=subprocess.STDOUT, env=self._environment)
 
     async def run(self, seconds: float) -> None:
         ends = time.monotonic() + seconds
