@@ -1,12 +1,8 @@
 """The official `voxcpm` 2.0.3 in float32 on the CPU, fed with our noise: what the engine is measured against."""
 
 import contextlib
-import importlib.machinery
-import importlib.util
 import io
 import json
-import sys
-import types
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import soundfile
 import torch
-import transformers  # noqa: F401  before the stand-in below: it looks for torchaudio when it is imported
+from torchaudio_standing_in import torchaudio_standing_in
 
 from dq_engine.noise import patch_noise
 
@@ -29,22 +25,7 @@ def quiet():
         yield
 
 
-@contextlib.contextmanager
-def _torchaudio_standing_in():
-    """The package imports torchaudio to read VoxCPM 1's recordings; nothing here calls it."""
-    if importlib.util.find_spec("torchaudio") is not None:
-        yield
-        return
-    module = types.ModuleType("torchaudio")
-    module.__spec__ = importlib.machinery.ModuleSpec("torchaudio", loader=None)
-    sys.modules["torchaudio"] = module
-    try:
-        yield
-    finally:
-        del sys.modules["torchaudio"]
-
-
-with _torchaudio_standing_in(), quiet():
+with torchaudio_standing_in(), quiet():
     import voxcpm.model.voxcpm as voxcpm1
     import voxcpm.model.voxcpm2 as voxcpm2
     from voxcpm import VoxCPM
