@@ -10,17 +10,15 @@ engine that fails, or takes longer than --engine-timeout, gets a row that says s
 measures only what an earlier run with the same options has not, --quick the rows that tell most, within 6 minutes.
 """
 
-import contextlib
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from engine_process import run_to_its_end
 from load import (
     BURST_BESIDE,
     Bursts,
@@ -52,18 +50,7 @@ def run_engine(name: str, model: str, options: list[str], out: Path, timeout_s: 
         flags += ["--rates=", "--bursts="]
     rows, log = out / "compare.jsonl", out / f"{name}.log"
     command = [sys.executable, str(LOAD), engine, model, *options, *flags, "--json", str(rows)]
-    with log.open("w") as stderr:
-        # A session of its own: its worker processes, which hold GPU memory, end with it.
-        process = subprocess.Popen(command, stderr=stderr, start_new_session=True)
-        try:
-            code = process.wait(timeout_s)
-            fault = f"exit code {code}" if code else None
-        except subprocess.TimeoutExpired:
-            fault = f"not done after {timeout_s:g} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    fault = run_to_its_end(command, log, timeout_s)
     if fault is not None:
         last_lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-3:]
         row = {"row": "failed", "engine": name, "error": f"{fault}: {' | '.join(last_lines)[-500:]}"}

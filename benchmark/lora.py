@@ -14,10 +14,8 @@ DQ_ENGINE_PREFILL_GRAPH_LORA=1 in the environment measures dq_engine with that.
 import asyncio
 import json
 import math
-import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +28,7 @@ from typing import Annotated
 import typer
 from adapters import write_adapters
 from drivers import Driver, Settings, make_driver
+from engine_process import run_to_its_end
 from load import READY_TIMEOUT_S, at_once, counts, gpu_memory_mib, measure
 from stream_metrics import StreamRecord, figures
 from workload import Range, make_jobs
@@ -214,18 +213,8 @@ def main(
 
 def run_engine(name: str, arguments: list[str], out: Path, timeout_s: float) -> None:
     """One engine in a process of its own; a row "failed" if it does not end well in time."""
-    with (out / f"{name}.log").open("w") as stderr:
-        command = [sys.executable, str(Path(__file__).resolve()), *arguments]
-        process = subprocess.Popen(command, stderr=stderr, start_new_session=True)
-        try:
-            code = process.wait(timeout_s)
-            fault = f"exit code {code}" if code else None
-        except subprocess.TimeoutExpired:
-            fault = f"not done after {timeout_s:g} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # its worker processes, which hold GPU memory, end with it
-            process.wait()
+    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
+    fault = run_to_its_end(command, out / f"{name}.log", timeout_s)
     if fault is not None:
         row = {"engine": name, "row": "failed", "error": f"{fault}; see {out}/{name}.log"}
         with (out / "lora.jsonl").open("a") as file:
