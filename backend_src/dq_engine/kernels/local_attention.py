@@ -30,12 +30,13 @@ def local_attention_torch(
     batch, tokens, width = qkv.shape
     dim = width // (heads + 2 * kv_heads)
     q, k, v = qkv.view(batch, tokens, -1, dim).transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
-    q, k = (_rotate(x, cos[:tokens], sin[:tokens]) for x in (q, k))
+    q, k = (rotate(x, cos[:tokens], sin[:tokens]) for x in (q, k))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).reshape(batch, tokens, heads * dim)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of x [..., dim] by float32 cos and sin of a shape that broadcasts to its."""
     first, second = x.float().chunk(2, dim=-1)
     return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 

@@ -2,6 +2,8 @@
 
 import torch
 
+from dq_engine.kernels.local_attention import rotate
+
 try:
     import triton
     import triton.language as tl
@@ -34,15 +36,10 @@ def rope_and_store_torch(
     q, k, v = qkv.view(len(qkv), -1, dim).split([heads, kv_heads, kv_heads], dim=1)
     if rope is not None:
         cos, sin = (table[positions][:, None] for table in rope)
-        q, k = (_rotate(x, cos, sin) for x in (q, k))
+        q, k = (rotate(x, cos, sin) for x in (q, k))
     k_cache.view(-1, kv_heads, dim).index_copy_(0, slots, k)
     v_cache.view(-1, kv_heads, dim).index_copy_(0, slots, v)
     return q
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
 
 if triton is not None:
