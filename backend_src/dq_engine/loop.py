@@ -134,7 +134,7 @@ class EngineLoop:
                     self._launch(step)
                     seconds = time.monotonic() - began
                     self.counters["host_seconds"] += seconds
-                    if self._in_flight:
+                    if self._in_flight and self._in_flight[-1][0] is step:  # one of prompts alone is not waited for
                         self._in_flight[-1][1].host_seconds = seconds
                     self._host_seconds = max(seconds, _REMEMBERED * self._host_seconds)
                 while len(self._in_flight) > (self._run_ahead if step is not None else 0):
