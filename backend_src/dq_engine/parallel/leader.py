@@ -5,13 +5,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from dq_engine.child_process import start_module
 from dq_engine.config import EngineConfig
 from dq_engine.parallel.group import Rank
 from dq_engine.parallel.messages import Message, Run, Slot, Start, write
@@ -19,7 +19,6 @@ from dq_engine.runner import Runner, StepOutput
 from dq_engine.scheduler import Step
 from dq_engine.sequence import Sequence
 
-_PACKAGES = str(Path(__file__).parents[2])
 _STOP_S = 5.0
 
 
@@ -40,14 +39,9 @@ class Followers:
         self._folder = tempfile.mkdtemp(prefix="dq-parallel-")  # mode 0700
         self.rank = Rank(0, size, self._folder)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all of them are on this machine
-        paths = os.pathsep.join(filter(None, [_PACKAGES, os.environ.get("PYTHONPATH")]))
         self._processes = []
         for index in range(1, size):
-            process = subprocess.Popen(
-                [sys.executable, "-m", "dq_engine.parallel.follower"],
-                stdin=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": paths},
-            )
+            process = start_module("dq_engine.parallel.follower")
             settings = {**config.model_dump(mode="json"), "device": devices[index]}
             first = {"config": settings, "path": str(path), "rank": [index, size, self._folder]}
             process.stdin.write(json.dumps(first).encode() + b"\n")

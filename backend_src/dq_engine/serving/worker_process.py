@@ -5,9 +5,6 @@ import itertools
 import logging
 import os
 import queue
-import subprocess
-import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +13,7 @@ from pathlib import Path
 
 import zmq
 
+from dq_engine.child_process import start_module
 from dq_engine.config import EngineConfig
 from dq_engine.errors import RequestError
 from dq_engine.serving import routing
@@ -34,7 +32,6 @@ from dq_engine.serving.messages import (
 
 logger = logging.getLogger(__name__)
 
-_PACKAGES = str(Path(__file__).parents[2])
 MAX_STREAMS = 8192
 """Requests at one worker, its queue included; the engine's own limits are usually lower."""
 SEND_TIMEOUT_MS = 1000
@@ -89,13 +86,8 @@ class WorkerProcess:
         # The settings are complete: the environment's part of them must not be applied once more.
         settings = {f"DQ_ENGINE_{name.upper()}" for name in type(config).model_fields}
         environment = {name: value for name, value in os.environ.items() if name not in settings}
-        if sysconfig.get_path("purelib") != _PACKAGES:  # found by sys.path, which the worker does not inherit
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_PACKAGES, os.environ.get("PYTHONPATH")]))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "dq_engine.serving.worker", *(f"ipc://{path}" for path in self._paths)],
-            stdin=subprocess.PIPE,
-            env=environment,
-        )
+        endpoints = [f"ipc://{path}" for path in self._paths]
+        self.process = start_module("dq_engine.serving.worker", *endpoints, environment=environment)
         with contextlib.suppress(BrokenPipeError):  # it died already, which the pidfd tells as well
             self.process.stdin.write(config.model_dump_json().encode() + b"\n")
             self.process.stdin.flush()
