@@ -22,7 +22,7 @@ if [[ -x /opt/tritonserver/bin/tritonserver ]]; then
 elif [[ -x $root/.venv/bin/python ]]; then
     # The stub takes the environment of the python3 on PATH, and ignores PYTHONPATH.
     export PATH=$root/.venv/bin:$PATH VIRTUAL_ENV=$root/.venv
-    site=$("$root/.venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
+    site=$("$root/.venv/bin/python" -I -c 'import sysconfig; print(sysconfig.get_path("platlib"))')
     triton=$site/pytriton/tritonserver
     libpython=$(python3 "$root/tools/libpython.py") || {
         echo "entrypoint: $(python3 --version) has no shared library; run make setup" >&2
