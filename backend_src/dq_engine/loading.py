@@ -9,17 +9,17 @@ import torch
 
 from dq_engine.attention.base import BLOCK_SIZE
 from dq_engine.config import EngineConfig
+from dq_engine.engine_graphs import Graphs
 from dq_engine.lora.layers import LoraSettings
 from dq_engine.model.checkpoint import Checkpoint, load_checkpoint
 from dq_engine.parallel.group import Rank, agree_on_least
-from dq_engine.prefill_graphs import parse_buckets
 from dq_engine.runner import Runner
 from dq_engine.vae.decoder import StreamingDecoder
 from dq_engine.vae.encoder import VaeEncoder
 from dq_engine.vae.stage import VaeStage
 
-# Left free on a GPU for the scratch memory of the largest step and of encoding a minute of audio.
-_GPU_SCRATCH_BYTES = 6 * 2**30
+# Left free on a GPU for steps that no graph holds and for encoding a minute of audio.
+_GPU_SCRATCH_BYTES = 3 * 2**30
 _DEFAULT_MAX_MODEL_LEN = 4096
 
 
@@ -90,7 +90,12 @@ def load(
     # Half precision is 55 dB from float32 in the AudioVAE (tests/gpu); who asks for float32 gets it throughout.
     vae_dtype = torch.float16 if on_gpu and dtype != torch.float32 else torch.float32
     decoder = StreamingDecoder(checkpoint.vae, max_num_seqs + 1, vae_dtype, config.vae_compile)
-    num_blocks = config.num_kvcache_blocks or _num_kv_blocks(config, runner, max_num_seqs, max_model_len)
+    vae = VaeStage(decoder, device, config.gpu_latents)
+    graphs = Graphs(runner, vae, config, max_num_seqs) if on_gpu and not config.enforce_eager else None
+    num_blocks = config.num_kvcache_blocks
+    if not num_blocks:
+        graph_bytes = 0 if graphs is None else graphs.probe()
+        num_blocks = _num_kv_blocks(config, runner, max_num_seqs, max_model_len, graph_bytes)
     num_blocks = int(agree_on_least(num_blocks, device))
     runner.allocate_kv_cache(num_blocks)
     limits = Limits(
@@ -101,22 +106,7 @@ def load(
         queue_timeout_s=config.queue_timeout_s or (10.0 if on_gpu else 120.0),
         step_timeout_s=config.step_timeout_s or (30.0 if on_gpu else 600.0),
     )
-    vae = VaeStage(decoder, device, config.gpu_latents)
-    step_seconds, prefill_seconds = {}, []
-    if on_gpu and not config.enforce_eager:
-        buckets = parse_buckets(config.prefill_buckets, config.max_num_batched_tokens, max_num_seqs)
-        buckets = buckets if config.prefill_graph else []
-        try:
-            with torch.inference_mode():
-                decode, prefill_seconds = runner.capture(buckets, config.prefill_graph_lora, progress)
-                vocode = vae.capture(runner.state.condition[:1], max_num_seqs, progress)
-        except torch.cuda.OutOfMemoryError as error:
-            raise ValueError(
-                "the GPU's memory does not hold the CUDA graphs beside the KV cache: lower gpu_memory_utilization "
-                f"({config.gpu_memory_utilization:g}), max_num_seqs ({max_num_seqs}) or max_num_batched_tokens "
-                f"({config.max_num_batched_tokens})"
-            ) from error
-        step_seconds = {rows: seconds + vocode[rows] for rows, seconds in decode.items()}
+    step_seconds, prefill_seconds = ({}, []) if graphs is None else graphs.capture(progress)
     encoder = VaeEncoder(checkpoint.vae, checkpoint.model.patch_size)
     return Parts(checkpoint, limits, runner, vae, encoder, step_seconds, prefill_seconds)
 
@@ -159,18 +149,22 @@ def _max_model_len(config: EngineConfig, checkpoint: Checkpoint) -> int:
     return config.max_model_len
 
 
-def _num_kv_blocks(config: EngineConfig, runner: Runner, max_num_seqs: int, max_model_len: int) -> int:
-    """Blocks for all slots at full length, or as many as the GPU's memory holds."""
+def _num_kv_blocks(
+    config: EngineConfig, runner: Runner, max_num_seqs: int, max_model_len: int, graph_bytes: int
+) -> int:
+    """Blocks for all slots at full length, or as many as the GPU's memory holds beside the graphs."""
     per_stream = -(-max_model_len // BLOCK_SIZE)
     wanted = max_num_seqs * per_stream
     if runner.device.type != "cuda":
         return wanted
     free, total = torch.cuda.mem_get_info(runner.device)
-    budget = int(total * config.gpu_memory_utilization) - (total - free) - _GPU_SCRATCH_BYTES
+    budget = int(total * config.gpu_memory_utilization) - (total - free) - graph_bytes - _GPU_SCRATCH_BYTES
     fitting = budget // runner.attention.bytes_per_block
     if fitting < per_stream:
         raise ValueError(
             f"the GPU's memory does not hold the KV cache of one stream: {free / 2**30:.1f} of {total / 2**30:.1f} GiB "
-            "are free; raise gpu_memory_utilization, or lower max_model_len or max_num_seqs"
+            f"are free, CUDA graphs need {graph_bytes / 2**30:.1f} GiB and other scratch memory "
+            f"{_GPU_SCRATCH_BYTES / 2**30:.1f} GiB; raise gpu_memory_utilization, or lower max_num_seqs, "
+            "max_num_batched_tokens or max_model_len"
         )
     return min(wanted, fitting)

@@ -187,8 +187,8 @@ class EngineLoop:
         for sequence in [s for s in self.scheduler.waiting if s.adapter is not None and s.adapter.error is not None]:
             self._end(sequence, Chunk(_NOTHING, error=sequence.adapter.error))
         self.scheduler.reserve_adapters()
-        plan = self._pacer.plan(self.scheduler.running, now)
-        if admitted := self.scheduler.admit(plan.admissions):
+        running, waiting = self.scheduler.running, len(self.scheduler.waiting)
+        if admitted := self.scheduler.admit(self._pacer.admissions(len(running), waiting)):
             self._start(admitted, now)
         while self.scheduler.short_of_blocks():
             if self._in_flight:  # what is under way may end a stream, and what was generated must be known
@@ -196,6 +196,7 @@ class EngineLoop:
             else:
                 self.scheduler.preempt_youngest(self._save)
                 self.counters["preemptions"] += 1
+        plan = self._pacer.plan(running, now)
         return self.scheduler.schedule(plan.prefill_tokens, plan.postponed)
 
     def _expired(self, now: float) -> list[Sequence]:

@@ -4,6 +4,8 @@ A stream's slack is the audio delivered minus the time since its first chunk: ho
 that chunk runs dry. A step must end before the least slack of those it makes wait.
 """
 
+import math
+from bisect import bisect_left, insort
 from collections.abc import Sequence as Streams
 from dataclasses import dataclass
 
@@ -15,6 +17,10 @@ _LOAD = 0.9
 _CAUTION = 0.7
 # However little slack there is, prompts advance by this many tokens a step, so nobody waits for ever.
 MIN_PREFILL_TOKENS = 16
+# A prompt costs no less a token in a longer step than this (H200: 11 ms for 2,048), and its first patch comes later.
+MAX_PREFILL_TOKENS = 2048
+# Prompts go before running streams only while a step of all lasts less than this share of a patch: slack soon returns.
+_LIGHT_LOAD = 0.5
 # Streams this many patches ahead let the others go first when a step of all would come too late for one.
 _AHEAD_PATCHES = 2
 _SMOOTHING = 0.3
@@ -27,12 +33,10 @@ class Plan:
     """What the next step may hold.
 
     Args:
-        admissions: most streams to admit.
         prefill_tokens: most prompt tokens to take in.
         postponed: streams that are ahead and let the others go first.
     """
 
-    admissions: int
     prefill_tokens: int
     postponed: set[Sequence]
 
@@ -53,12 +57,24 @@ class PrefillCost:
         """Tokens that take at most `seconds`; None while nothing is known."""
         if not self._y:
             return None
+        fixed, token = self._parts()
+        return max(0, int((seconds - fixed) / token))
+
+    def seconds(self, tokens: int) -> float:
+        """What `tokens` take; infinite while nothing is known."""
+        if not self._y:
+            return math.inf
+        fixed, token = self._parts()
+        return fixed + token * tokens
+
+    def _parts(self) -> tuple[float, float]:
+        """Seconds of the fixed part and of one token."""
         x, y = self._x / self._weight, self._y / self._weight
         spread = self._xx / self._weight - x * x
         token = (self._xy / self._weight - x * y) / spread if spread > (_TELLING_SPREAD * x) ** 2 else 0.0
         # Steps that were all alike do not tell the two parts apart: then all of it counts as the tokens'.
         token = token if 0.0 < token * x < y else y / x
-        return max(0, int((seconds - (y - token * x)) / token))
+        return y - token * x, token
 
 
 class StepCosts:
@@ -66,15 +82,19 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._decode: dict[int, float] = {}
+        self._rows: list[int] = []
+        """Which numbers of rows were seen, ascending."""
         self._prefill = PrefillCost()
 
     def observe(self, rows: int, prefill_tokens: int, seconds: float) -> None:
         """A step with `rows` patches and `prefill_tokens` tokens of prompts took `seconds`."""
         if prefill_tokens:
             # Rows beyond what was seen count as the most that were: tokens rather seem too dear than too cheap.
-            known = self.decode(min(rows, max(self._decode, default=0)))
+            known = self.decode(min(rows, self._rows[-1] if self._rows else 0))
             self._prefill.observe(prefill_tokens, max(0.0, seconds - known))
         else:
+            if rows not in self._decode:
+                insort(self._rows, rows)
             before = self._decode.get(rows, seconds)
             self._decode[rows] = before + _SMOOTHING * (seconds - before)
 
@@ -82,14 +102,19 @@ class StepCosts:
         """Seconds of a step that makes `rows` patches; 0 while nothing is known. More rows than ever: in proportion."""
         if rows in self._decode or not self._decode or not rows:
             return self._decode.get(rows, 0.0)
-        below = max((r for r in self._decode if r < rows), default=None)
-        if below is None:
-            return self._decode[min(self._decode)]
-        above = min((r for r in self._decode if r > rows), default=None)
-        if above is None:
+        index = bisect_left(self._rows, rows)
+        if index == 0:
+            return self._decode[self._rows[0]]
+        below = self._rows[index - 1]
+        if index == len(self._rows):
             return self._decode[below] * rows / below
+        above = self._rows[index]
         share = (rows - below) / (above - below)
         return self._decode[below] + share * (self._decode[above] - self._decode[below])
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds that prompt tokens add to a step; infinite while their cost is not known."""
+        return self._prefill.seconds(tokens)
 
     def tokens_within(self, seconds: float) -> int | None:
         """Prompt tokens that add at most `seconds` to a step; None while their cost is not known."""
@@ -107,8 +132,8 @@ class Pacer:
     """
 
     def __init__(self, patch_seconds: float, max_num_seqs: int, max_prefill_tokens: int, protect: bool) -> None:
-        self.patch_seconds, self.max_num_seqs, self.max_prefill_tokens = patch_seconds, max_num_seqs, max_prefill_tokens
-        self.protect = protect
+        self.patch_seconds, self.max_num_seqs, self.protect = patch_seconds, max_num_seqs, protect
+        self.max_prefill_tokens = min(max_prefill_tokens, MAX_PREFILL_TOKENS) if protect else max_prefill_tokens
         self.costs = StepCosts()
 
     def forget(self) -> None:
@@ -121,10 +146,8 @@ class Pacer:
 
     def plan(self, running: Streams[Sequence], now: float) -> Plan:
         """What the next step may hold, beside what `running` need at time `now`."""
-        if not self.protect:
-            return Plan(self.max_num_seqs, self.max_prefill_tokens, set())
-        slacks = {s: self.slack(s, now) for s in running if s.generated}
         tokens, postponed = self.max_prefill_tokens, set()
+        slacks = {s: self.slack(s, now) for s in running if s.generated} if self.protect else {}
         if slacks:
             # Streams whose prompt this step completes get their first patch in it.
             least, duration = min(slacks.values()), self.costs.decode(len(running))
@@ -134,13 +157,24 @@ class Pacer:
             if duration > _CAUTION * least:
                 ahead = {s for s, slack in slacks.items() if slack > _AHEAD_PATCHES * self.patch_seconds}
                 postponed = ahead if len(ahead) < len(slacks) else set()
-        return Plan(self._admissions(len(running)), tokens, postponed)
+            elif duration < _LIGHT_LOAD * self.patch_seconds and _waiting_tokens(running) > tokens:
+                # More prompts than one step takes: whose audio lasts for two such steps and one of all waits for them.
+                enough = (self.costs.prefill(2 * tokens) + duration) / _CAUTION
+                postponed = {s for s, slack in slacks.items() if slack > enough}
+        return Plan(tokens, postponed)
 
-    def _admissions(self, running: int) -> int:
+    def admissions(self, running: int, waiting: int) -> int:
+        """How many of those who wait may start beside `running` streams."""
         limit = _LOAD * self.patch_seconds
-        if self.costs.decode(1) > limit:  # not even one stream keeps up with its listener: nothing to protect
-            return self.max_num_seqs
-        count = running
-        while count < self.max_num_seqs and (count == 0 or self.costs.decode(count + 1) <= limit):
+        # If not even one stream keeps up with its listener there is nothing to protect.
+        if not self.protect or self.costs.decode(1) > limit:
+            return waiting
+        count = 0
+        while count < waiting and (running + count == 0 or self.costs.decode(running + count + 1) <= limit):
             count += 1
-        return count - running
+        return count
+
+
+def _waiting_tokens(running: Streams[Sequence]) -> int:
+    """Tokens of prompts that have been admitted and not been taken in."""
+    return sum(s.prompt_length - s.prefilled for s in running)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dq_engine.attention.base import BLOCK_SIZE, PagedMetadata
-from dq_engine.graphs import BatchGraphs, batch_buckets
+from dq_engine.graphs import BatchGraphs
 from dq_engine.model.backbone import Backbone, PromptTokens
 from dq_engine.model.checkpoint import Checkpoint
 from dq_engine.model.diffusion import Diffusion
@@ -100,18 +100,22 @@ class Runner:
         self._scratch_row = num_blocks * BLOCK_SIZE
 
     def capture(
-        self, prefill_buckets: list[Bucket], prefill_adapters: bool, progress: Callable[[str, float], None]
+        self,
+        buckets: list[int],
+        prefill_buckets: list[Bucket],
+        prefill_adapters: bool,
+        progress: Callable[[str, float], None],
     ) -> tuple[dict[int, float], list[tuple[int, float]]]:
         """Capture the decode step, prefill, and LocDiT for the streams that come out of it, as CUDA graphs.
 
         Args:
+            buckets: numbers of streams, ascending.
             prefill_buckets: of prompts and tokens; none for an eager prefill.
             prefill_adapters: also of prompts that use adapters.
 
         Returns:
             Seconds of a decode step, by its number of streams; numbers of prompt tokens, ascending, and their seconds.
         """
-        buckets = batch_buckets(self.scratch_slot)
         slots = torch.full((1,), self.scratch_slot, device=self.device)
         mu = torch.zeros(1, self.backbone.mu_size, dtype=self.dtype, device=self.device)
         pool = None
@@ -159,6 +163,11 @@ class Runner:
             )
         prefill_seconds = self._prefill_graphs[False].token_seconds if self._prefill_graphs else []
         return self._decode_graphs[False].seconds, prefill_seconds
+
+    def drop_graphs(self) -> None:
+        """Forget what was captured, and free its memory."""
+        for graphs in (self._decode_graphs, self._lm_graphs, self._sample_graphs, self._prefill_graphs):
+            graphs.clear()
 
     @property
     def counters(self) -> dict[str, int]:

@@ -144,10 +144,8 @@ def block_keys(contents: list[bytes], block_size: int, adapter: bytes = b"") -> 
     """A key for each full block: a digest of the adapter and of all tokens up to the block's end."""
     keys, key = [], b"adapter " + adapter
     for start in range(0, len(contents) - block_size + 1, block_size):
-        digest = hashlib.blake2b(key, digest_size=16)
-        for content in contents[start : start + block_size]:
-            digest.update(b"%d:" % len(content) + content)
-        key = digest.digest()
+        block = b"".join(b"%d:%b" % (len(content), content) for content in contents[start : start + block_size])
+        key = hashlib.blake2b(key + block, digest_size=16).digest()
         keys.append(key)
     return keys
 

@@ -6,7 +6,7 @@ import pytest
 from sequences import make_sequence
 
 from dq_engine.kv_cache import BlockPool
-from dq_engine.pacing import MIN_PREFILL_TOKENS, Pacer, StepCosts
+from dq_engine.pacing import MAX_PREFILL_TOKENS, MIN_PREFILL_TOKENS, Pacer, StepCosts
 from dq_engine.scheduler import Scheduler
 from dq_engine.sequence import Sequence
 
@@ -40,8 +40,9 @@ class Device:
         return new
 
     def step(self) -> None:
-        plan = self.pacer.plan(self.scheduler.running, self.now)
-        self.scheduler.admit(plan.admissions)
+        running, waiting = self.scheduler.running, len(self.scheduler.waiting)
+        self.scheduler.admit(self.pacer.admissions(len(running), waiting))
+        plan = self.pacer.plan(running, self.now)
         step = self.scheduler.schedule(plan.prefill_tokens, plan.postponed)
         tokens, rows = sum(p.length for p in step.prefills), len(step.sampled)
         seconds = self.fixed + self.row * rows + self.token * tokens + self.prefill * bool(tokens)
@@ -109,6 +110,21 @@ def test_those_who_are_ahead_let_the_others_go_first():
     assert longest < 2.0, f"a stream that was ahead waited {longest:.2f} s for its next patch"
 
 
+def test_a_burst_goes_before_streams_that_can_wait():
+    """Streams with audio in hand do not hold the prompts of a burst up, and what was first is heard first."""
+    device = Device(fixed=0.008, row=0.0002, token=4e-6, prefill=0.003, slots=512)
+    for tokens in (16, 256, 1024, 2048):  # as the engine learns from its graphs
+        device.pacer.costs.observe(0, tokens, device.prefill + device.token * tokens)
+    running = device.add(32, 20, 200)
+    device.run(60)
+    steps, before, burst = 4, [s.generated for s in running], device.add(120, 80, 50)
+    device.run(steps)
+    assert [s.generated for s in running] == before, "they have seconds of slack"
+    assert sum(s.generated > 0 for s in burst) == steps * MAX_PREFILL_TOKENS // 80
+    device.run(100_000)
+    assert not device.dry
+
+
 def test_costs_are_learned_from_what_was_measured():
     costs = StepCosts()
     assert costs.decode(5) == 0 and costs.tokens_within(1.0) is None
@@ -132,4 +148,4 @@ def test_the_fixed_part_of_a_prefill_is_told_from_its_tokens():
 def test_a_device_that_cannot_keep_up_with_one_stream_takes_everyone():
     pacer = Pacer(PATCH, 16, 8192, True)
     pacer.costs.observe(1, 0, 0.5)
-    assert pacer.plan([], 0.0).admissions == 16
+    assert pacer.admissions(0, 16) == 16

@@ -72,13 +72,8 @@ class Adapters:
         """For each worker its number, `worker`, and its `adapters`; see `DqCoreEngine.list_loras`."""
         return [self._do("list_loras", {}, worker, TIMEOUT_S) for worker in self._serving()]
 
-    @property
-    def any(self) -> bool:
-        """Whether a worker that starts has to be told of some."""
-        return bool(self._paths)
-
     def restore(self, do: Callable[[str, dict], object]) -> None:
-        """Register all of them with a worker that has been started again and does not serve yet.
+        """Register all of them with a worker that has been started and does not serve yet.
 
         Args:
             do: has that worker do an operation.

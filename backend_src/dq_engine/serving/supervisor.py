@@ -17,22 +17,10 @@ from dq_engine.config import EngineConfig
 from dq_engine.errors import RequestError
 from dq_engine.request import Request
 from dq_engine.serving.adapters import TIMEOUT_S, Adapters
-from dq_engine.serving.messages import (
-    Audio,
-    Call,
-    Failed,
-    Finished,
-    Heartbeat,
-    Progress,
-    Ready,
-    Result,
-    StartFailed,
-    Submit,
-    decode_from_worker,
-)
+from dq_engine.serving.messages import Call, Heartbeat, Ready, Result, Submit
 from dq_engine.serving.routing import expected_seconds
-from dq_engine.serving.worker_process import OnMessage, WorkerProcess, answer
-from dq_engine.serving.worker_slot import WorkerSlot, was_told_to_end
+from dq_engine.serving.worker_process import OnMessage, WorkerProcess
+from dq_engine.serving.worker_slot import WorkerSlot
 
 logger = logging.getLogger(__name__)
 
@@ -244,52 +232,24 @@ class Supervisor:
         return None if soonest == math.inf else max(0.0, 1e3 * (soonest - time.monotonic()))
 
     def _start_worker(self, slot: WorkerSlot) -> None:
-        try:
-            slot.worker = WorkerProcess(slot.config, slot.index, self._folder, self._context)
-        except OSError as error:  # no memory, no file handles: later perhaps
-            logger.error("worker %d cannot be started: %s", slot.index, error)
-            slot.plan_restart()
-            self._set_start_error(f"worker {slot.index} cannot be started: {error}")
-            return
-        logger.info("worker %d starts (process %d)", slot.index, slot.worker.process.pid)
+        if (error := slot.start(self._folder, self._context)) is not None:
+            self._set_start_error(error)
 
     def _receive(self, slot: WorkerSlot) -> None:
-        """Handle the messages that are there, a limited number, so that no worker keeps the others waiting."""
-        for _ in range(256):
-            try:
-                data = slot.worker.outbox.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            message = decode_from_worker(data)
-            slot.heard_at = time.monotonic()
-            if isinstance(message, Audio | Finished | Failed | Result):
-                slot.worker.deliver(message, last=not isinstance(message, Audio))
-            elif isinstance(message, Heartbeat):
-                slot.worker.slots = message.snapshot["slots"]
+        for message in slot.receive():
+            if isinstance(message, Heartbeat):
                 self._on_heartbeat(slot.index, message.snapshot)
-            elif isinstance(message, Progress):
-                slot.log_progress(message)
-            elif isinstance(message, StartFailed):
-                slot.worker.start_error = message.message
-            elif isinstance(message, Ready):
+            else:
                 self._model = self._model or message
-                if self.adapters.any:
-                    restore = threading.Thread(target=self._restore, args=(slot, slot.worker), daemon=True)
-                    restore.start()
-                else:
-                    self._begin_serving(slot, slot.worker)
+                # Adapters are read, which takes a while, and perhaps first registered with the others.
+                threading.Thread(target=self._begin_serving, args=(slot, slot.worker), daemon=True).start()
 
-    def _restore(self, slot: WorkerSlot, worker: WorkerProcess) -> None:
-        """Give a worker that was started again the adapters that the others have; on a thread of its own."""
+    def _begin_serving(self, slot: WorkerSlot, worker: WorkerProcess) -> None:
+        """Give a worker the adapters that the others have, then requests; on a thread of its own."""
         self.adapters.restore(
             lambda operation, arguments: worker.call(Call(next(self._ids), operation, arguments), TIMEOUT_S)
         )
-        self._begin_serving(slot, worker)
-
-    def _begin_serving(self, slot: WorkerSlot, worker: WorkerProcess) -> None:
-        logger.info("worker %d is ready", slot.index)
-        slot.ready_since = time.monotonic()
-        worker.ready = True
+        slot.begin_serving(worker)
         with self._started:
             if all(s.worker is not None and s.worker.ready for s in self._slots):
                 self._serving = True
@@ -302,29 +262,9 @@ class Supervisor:
             logger.exception("a heartbeat of worker %d was not taken", index)
 
     def _end_worker(self, slot: WorkerSlot) -> None:
-        """A worker's process has ended, or must: answer its streams, then clean up and plan its restart."""
-        worker, slot.worker = slot.worker, None
-        was_ready, stopping = worker.ready, self._stop_at is not None
-        unanswered = worker.close()
-        code, reason = "INTERNAL", f"the engine worker {worker.index} died; its streams are lost"
-        if stopping:
-            code, reason = "UNAVAILABLE", "the server is shutting down"
-        for id, on_message in unanswered.items():
-            answer(on_message, Failed(id, code, reason))
-        worker.dispose()
+        how = slot.end(stopping=self._stop_at is not None)
         self._on_heartbeat(slot.index, None)
-        if stopping:
-            return
-        how = slot.ended(worker, was_ready)
         self._set_start_error(how)
-        logger.log(
-            logging.INFO if was_told_to_end(worker.process.returncode) else logging.ERROR,
-            "worker %d ended: %s; %d streams lost; next start in %.1f s",
-            slot.index,
-            how,
-            len(unanswered),
-            slot.restart_at - time.monotonic(),
-        )
 
     def _set_start_error(self, reason: str) -> None:
         """The first start must succeed; later ones are tried again."""

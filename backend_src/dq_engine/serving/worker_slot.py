@@ -1,13 +1,17 @@
-"""A worker's place, which outlives its processes: when the next one is started, and when this one is given up."""
+"""A worker's place, which outlives its processes: starts them, listens to them, gives them up, answers for them."""
 
 import logging
 import math
 import signal
 import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import zmq
 
 from dq_engine.config import EngineConfig
-from dq_engine.serving.messages import Progress
-from dq_engine.serving.worker_process import WorkerProcess
+from dq_engine.serving.messages import Audio, Failed, Heartbeat, Progress, Ready, StartFailed, decode_from_worker
+from dq_engine.serving.worker_process import WorkerProcess, answer
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +21,7 @@ STABLE_S = 60.0
 """A worker that has served this long starts again with the first delay."""
 SILENCE_S = 30.0
 """A worker that serves and says nothing for this long, not even a heartbeat, hangs and is killed."""
+MESSAGES_A_TURN = 256
 PROGRESS_LOG_S = 2.0
 
 
@@ -29,14 +34,14 @@ class WorkerSlot:
 
     Attributes:
         worker: None while it waits for a restart.
-        ready_since, heard_at: when it began to serve, and when it last said something (time.monotonic).
-        restart_at: when the next process may be started, while there is none.
+        restart_at: when the next process may be started, while there is none (time.monotonic).
     """
 
     def __init__(self, index: int, config: EngineConfig) -> None:
         self.index, self.config = index, config
         self.worker: WorkerProcess | None = None
-        self.ready_since = self.heard_at = self.restart_at = 0.0
+        self.restart_at = 0.0
+        self._ready_since = self._heard_at = 0.0
         self._failures = 0
         self._logged_stage, self._logged_at = "", 0.0
 
@@ -45,44 +50,112 @@ class WorkerSlot:
         """When something has to be done here, if nothing comes before: a restart, or an end to the silence."""
         if self.worker is None:
             return self.restart_at
-        return self.heard_at + SILENCE_S if self.worker.ready else math.inf
+        return self._heard_at + SILENCE_S if self.worker.ready else math.inf
+
+    def start(self, folder: Path, context: zmq.Context) -> str | None:
+        """Start a process; why there is none, if it cannot be started now.
+
+        Args:
+            folder, context: as of `WorkerProcess`.
+        """
+        try:
+            self.worker = WorkerProcess(self.config, self.index, folder, context)
+        except OSError as error:  # no memory, no file handles: later perhaps
+            logger.error("worker %d cannot be started: %s", self.index, error)
+            self._plan_restart()
+            return f"worker {self.index} cannot be started: {error}"
+        logger.info("worker %d starts (process %d)", self.index, self.worker.process.pid)
+        return None
+
+    def begin_serving(self, worker: WorkerProcess) -> None:
+        """Let it have requests."""
+        logger.info("worker %d is ready", self.index)
+        self._ready_since = time.monotonic()
+        worker.ready = True
+
+    def receive(self) -> Iterator[Heartbeat | Ready]:
+        """Take the messages that are there, a limited number, so that no worker keeps the others waiting.
+
+        Those of streams go to them; what is for the supervisor is returned.
+        """
+        for _ in range(MESSAGES_A_TURN):
+            try:
+                data = self.worker.outbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = decode_from_worker(data)
+            self._heard_at = time.monotonic()
+            if isinstance(message, Ready):
+                yield message
+            elif isinstance(message, Heartbeat):
+                self.worker.slots = message.snapshot["slots"]
+                yield message
+            elif isinstance(message, Progress):
+                self._log_progress(message)
+            elif isinstance(message, StartFailed):
+                self.worker.start_error = message.message
+            else:
+                self.worker.deliver(message, last=not isinstance(message, Audio))
 
     def kill_if_silent(self) -> None:
         """Kill a worker that hangs; its end comes as any other's."""
-        if self.worker.ready and time.monotonic() >= self.heard_at + SILENCE_S:
+        if self.worker.ready and time.monotonic() >= self._heard_at + SILENCE_S:
             logger.error("worker %d has said nothing for %g s and is killed", self.index, SILENCE_S)
             self.worker.process.kill()
-            self.heard_at = time.monotonic()
+            self._heard_at = time.monotonic()
 
-    def plan_restart(self) -> None:
+    def end(self, stopping: bool) -> str:
+        """The process has ended, or must: answer its streams, clean up, and plan the next start; why it ended.
+
+        Args:
+            stopping: as all of them must.
+        """
+        worker, self.worker = self.worker, None
+        was_ready, unanswered = worker.ready, worker.close()
+        code, reason = "INTERNAL", f"the engine worker {self.index} died; its streams are lost"
+        if stopping:
+            code, reason = "UNAVAILABLE", "the server is shutting down"
+        for id, on_message in unanswered.items():
+            answer(on_message, Failed(id, code, reason))
+        worker.dispose()
+        status = worker.process.returncode
+        if was_ready and time.monotonic() - self._ready_since > STABLE_S:
+            self._failures = 0
+        if status == 0:  # by SIGTERM, as the whole server perhaps: it gets time to stop
+            self._failures = max(self._failures, 1)
+        self._plan_restart()
+        how = worker.start_error or _exit_reason(status)
+        if not stopping:
+            logger.log(
+                logging.INFO if _was_told_to_end(status) else logging.ERROR,
+                "worker %d ended: %s; %d streams lost; next start in %.1f s",
+                self.index,
+                how,
+                len(unanswered),
+                self.restart_at - time.monotonic(),
+            )
+        return how
+
+    def _plan_restart(self) -> None:
         """The longer the more failures there were in a row."""
         delay = RESTART_DELAYS_S[min(self._failures, len(RESTART_DELAYS_S) - 1)]
         self._failures += 1
         self.restart_at = time.monotonic() + delay
 
-    def ended(self, worker: WorkerProcess, was_ready: bool) -> str:
-        """Plan the restart after a process that has ended; why it did."""
-        if was_ready and time.monotonic() - self.ready_since > STABLE_S:
-            self._failures = 0
-        if worker.process.returncode == 0:  # by SIGTERM, as the whole server perhaps: it gets time to stop
-            self._failures = max(self._failures, 1)
-        self.plan_restart()
-        return worker.start_error or _exit_reason(worker.process.returncode)
-
-    def log_progress(self, progress: Progress) -> None:
+    def _log_progress(self, progress: Progress) -> None:
         now = time.monotonic()
         if progress.stage != self._logged_stage or now - self._logged_at >= PROGRESS_LOG_S:
             self._logged_stage, self._logged_at = progress.stage, now
             logger.info("worker %d: %s, %.0f%% done", self.index, progress.stage, 100 * progress.fraction)
 
 
-def was_told_to_end(status: int) -> bool:
+def _was_told_to_end(status: int) -> bool:
     """Whether a process of this exit status got SIGTERM, as the whole server perhaps, whose own end then follows."""
     return status in (0, -signal.SIGTERM)  # the second before it was far enough to end in order
 
 
 def _exit_reason(status: int) -> str:
-    if was_told_to_end(status):
+    if _was_told_to_end(status):
         return "it was told to (SIGTERM)"
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dq_engine.graphs import BatchGraphs, batch_buckets
+from dq_engine.graphs import BatchGraphs
 from dq_engine.slot_state import to_device
 from dq_engine.vae.decoder import StreamingDecoder
 
@@ -56,27 +56,32 @@ class VaeStage:
         self.cuda_stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def capture(
-        self, latents: torch.Tensor, max_num_seqs: int, progress: Callable[[str, float], None]
+        self, buckets: list[int], latents: torch.Tensor, scratch_slot: int, progress: Callable[[str, float], None]
     ) -> dict[int, float]:
         """Capture the decoding of one patch as CUDA graphs.
 
         Args:
+            buckets: numbers of streams, ascending.
             latents: a patch as an example, [1, patch_size, feat_dim], in any dtype.
-            max_num_seqs: slots that streams use; the decoder has one more.
+            scratch_slot: the decoder's slot that no stream uses.
 
         Returns:
             Seconds of decoding one patch each, by the number of streams.
         """
-        slots = torch.full((1,), max_num_seqs, device=self.device)
+        slots = torch.full((1,), scratch_slot, device=self.device)
         self._graphs = BatchGraphs(
             lambda slots, latents: (self.decoder.decode(latents, slots),),
             [slots, latents.to(self.dtype)],
-            batch_buckets(max_num_seqs),
-            max_num_seqs,
+            buckets,
+            scratch_slot,
             lambda x: progress("VAE graphs", x),
             stream=self.cuda_stream,
         )
         return self._graphs.seconds
+
+    def drop_graphs(self) -> None:
+        """Forget what was captured, and free its memory."""
+        self._graphs = None
 
     def save(self, slot: int) -> torch.Tensor:
         """The state of a stream that has to leave its slot."""
