@@ -38,7 +38,7 @@ def _processes(server: TritonServer, kind: str) -> list[psutil.Process]:
     found = []
     for process in psutil.Process(server.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # a zombie too
-            if any(MARKS[kind] in word for word in process.cmdline()[:3]):
+            if any(MARKS[kind] in word for word in process.cmdline()[:4]):
                 found.append(process)
     return found
 
