@@ -3,9 +3,11 @@
 
     python3 benchmark/compare.py CHECKPOINT
     python3 benchmark/compare.py CHECKPOINT --closed 1,64 --rates 20,40 --references 0,10 --out /tmp/compare
+    python3 benchmark/compare.py CHECKPOINT --engines nano,engine,triton,triton-mp3
 
 Each engine is loaded in a process of its own (load.py), which ends before the next one starts. Into --out go
-compare.jsonl (every row as it is measured), compare.png and the engines' logs; the table comes last on the screen. An
+compare.jsonl (every row as it is measured), compare.png and the engines' logs; the table comes last on the screen. For
+triton a tritonserver is started with --entrypoint, and load.py is its gRPC client in another process. An
 engine that fails, or takes longer than --engine-timeout, gets a row that says so, and the others still run. --resume
 measures only what an earlier run with the same options has not, --quick the rows that tell most, within 6 minutes.
 """
@@ -38,25 +40,57 @@ from load import (
 from plots import plot
 from table import table
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tools"))
+from triton_server import ServerError, TritonServer  # noqa: E402  it is no package
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 LOAD = Path(__file__).resolve().with_name("load.py")
-ENGINES = {"nano": ["nano"], "engine": ["engine"], "engine-offline": ["engine", "--offline"]}
+ENTRYPOINT = ROOT / "docker/entrypoint.sh"
+ENGINES = {
+    "nano": ["nano"],
+    "engine": ["engine"],
+    "engine-offline": ["engine", "--offline", "--rates=", "--bursts="],
+    "triton": ["triton"],
+    "triton-mp3": ["triton", "--output-format=mp3"],
+}
 
 
-def run_engine(name: str, model: str, options: list[str], out: Path, timeout_s: float) -> None:
+def run_engine(name: str, target: str, options: list[str], out: Path, timeout_s: float) -> None:
     """One engine's rows into compare.jsonl; a row "failed" if its process does not end well in time."""
     engine, *flags = ENGINES[name]
-    if "--offline" in flags:
-        flags += ["--rates=", "--bursts="]
-    rows, log = out / "compare.jsonl", out / f"{name}.log"
-    command = [sys.executable, str(LOAD), engine, model, *options, *flags, "--json", str(rows)]
+    log = out / f"{name}.log"
+    command = [sys.executable, str(LOAD), engine, target, *options, *flags, "--json", str(out / "compare.jsonl")]
     fault = run_to_its_end(command, log, timeout_s)
     if fault is not None:
         last_lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()][-3:]
-        row = {"row": "failed", "engine": name, "error": f"{fault}: {' | '.join(last_lines)[-500:]}"}
-        with rows.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(f"{name}: FAILED, {row['error']}", flush=True)
+        note_failure(name, f"{fault}: {' | '.join(last_lines)[-500:]}", out)
+
+
+def run_server(
+    names: list[str],
+    server: TritonServer,
+    options: list[str],
+    seed: int,
+    out: Path,
+    timeout_s: float,
+) -> None:
+    """The rows of engines that are one tritonserver, asked for different formats."""
+    began = time.monotonic()
+    try:
+        with server:
+            print(f"tritonserver: ready after {time.monotonic() - began:.1f} s", flush=True)
+            for number, name in enumerate(names):  # the same requests again would come from the server's cache
+                run_engine(name, server.grpc_url, [*options, f"--seed={seed + number}"], out, timeout_s)
+    except ServerError as error:
+        note_failure(names[0], str(error)[:500], out)
+
+
+def note_failure(name: str, error: str, out: Path) -> None:
+    """A row that says what went wrong."""
+    with (out / "compare.jsonl").open("a") as file:
+        file.write(json.dumps({"row": "failed", "engine": name, "error": error}) + "\n")
+    print(f"{name}: FAILED, {error}", flush=True)
 
 
 def chosen_engines(text: str) -> list[str]:
@@ -84,6 +118,9 @@ def main(
     max_num_seqs: MaxNumSeqs = None,
     memory: Memory = 0.6,
     timeout: Timeout = 60,
+    entrypoint: Annotated[
+        Path, typer.Option(help="what starts tritonserver, as docker/entrypoint.sh does")
+    ] = ENTRYPOINT,
     engine_timeout: Annotated[float, typer.Option(min=1, help="seconds for one engine, its start included")] = 280,
     seed: Seed = 0,
     quick: Annotated[bool, typer.Option(help=f"as with {' '.join(f'--{k} {v}' for k, v in QUICK.items())}")] = False,
@@ -124,7 +161,20 @@ def main(
     rows_path.write_text("".join(f"{line}\n" for line in kept))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engine's processes end with this one
     for name in names:
-        run_engine(name, model, arguments, out, engine_timeout)
+        if not name.startswith("triton"):
+            run_engine(name, model, arguments, out, engine_timeout)
+    if of_server := [name for name in names if name.startswith("triton")]:
+        server = TritonServer(
+            model,
+            environment={
+                "DQ_ENGINE_MAX_NUM_SEQS": str(max_num_seqs),
+                "DQ_ENGINE_GPU_MEMORY_UTILIZATION": str(memory),
+            },
+            entrypoint=entrypoint,
+            log_path=out / "tritonserver.log",
+            ready_timeout_s=engine_timeout,
+        )
+        run_server(of_server, server, arguments, seed, out, engine_timeout)
     rows = [json.loads(line) for line in rows_path.read_text().splitlines()]
     print(f"\n{table(rows, names)}\n\n{out}/compare.jsonl, compare.png; {time.monotonic() - began:.0f} s in all")
     plot(rows, names, out / "compare.png")

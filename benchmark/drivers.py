@@ -15,9 +15,13 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 from workload import Job
+
+if TYPE_CHECKING:
+    from tritonclient.grpc import InferResult
 
 
 class Refused(Exception):
@@ -168,11 +172,15 @@ class EngineDriver(Driver):
         await asyncio.to_thread(self._engine.stop)
 
 
+BYTES_PER_S = {"pcm16": 96_000, "mp3": 16_000}
+"""Output formats of as many bytes for each second of a 48 kHz stream (mp3: 128 kbit/s), beside f32."""
+
+
 class TritonDriver(Driver):
     """`connections` HTTP/2 connections share the streams; each stream is a gRPC call of its own."""
 
-    def __init__(self, url: str, connections: int = 8) -> None:
-        self._url, self._connections = url, connections
+    def __init__(self, url: str, output_format: str = "f32", connections: int = 8) -> None:
+        self._url, self._format, self._connections = url, output_format, connections
 
     async def start(self) -> dict:
         import tritonclient.grpc.aio as grpc_aio
@@ -184,7 +192,7 @@ class TritonDriver(Driver):
         if not await self._clients[0].is_model_ready("voxcpm2", client_timeout=10):
             raise RuntimeError(f"the model voxcpm2 is not ready on {self._url}")
         self.cached_tokens, self._sent = 0, 0
-        return {"url": self._url, "connections": self._connections, "output_format": "f32"}
+        return {"url": self._url, "connections": self._connections, "output_format": self._format}
 
     async def speak(self, job: Job) -> AsyncIterator[float]:
         import json
@@ -195,6 +203,7 @@ class TritonDriver(Driver):
         tensors = {
             "text": ("BYTES", np.array([job.text.encode()], np.object_)),
             "max_generate_length": ("INT32", np.array([job.patches], np.int32)),
+            "output_format": ("BYTES", np.array([self._format.encode()], np.object_)),
         }
         if job.reference_latents is not None:
             tensors["reference_latents"] = ("FP32", job.reference_latents)
@@ -212,8 +221,7 @@ class TritonDriver(Driver):
             async for result, error in stream:
                 if error is not None:
                     raise error
-                audio = result.as_numpy("audio")
-                yield 0.0 if audio is None else len(audio) / int(result.as_numpy("sample_rate")[0])
+                yield self._seconds(result)
                 if result.as_numpy("finish_reason") is not None:
                     self.cached_tokens += json.loads(result.as_numpy("stats")[0])["cached_tokens"]
                     return
@@ -221,6 +229,15 @@ class TritonDriver(Driver):
             raise _failure(error.message()) from error
         finally:
             stream.cancel()
+
+    def _seconds(self, result: "InferResult") -> float:
+        """Of the audio in a response."""
+        audio = result.as_numpy("audio" if self._format == "f32" else "audio_bytes")
+        if audio is None:
+            return 0.0
+        if self._format == "f32":
+            return len(audio) / int(result.as_numpy("sample_rate")[0])
+        return len(audio[0]) / BYTES_PER_S[self._format]
 
     async def stop(self) -> None:
         for client in self._clients:
@@ -231,8 +248,8 @@ def _failure(message: str) -> Exception:
     return Refused(message) if "UNAVAILABLE" in message else RuntimeError(message)
 
 
-def make_driver(engine: str, target: str, settings: Settings) -> Driver:
+def make_driver(engine: str, target: str, settings: Settings, output_format: str = "f32") -> Driver:
     """Args: engine: nano, engine or triton. target: a checkpoint directory, for triton host:port of its gRPC."""
     if engine == "triton":
-        return TritonDriver(target)
+        return TritonDriver(target, output_format)
     return {"nano": NanoDriver, "engine": EngineDriver}[engine](target, settings)

@@ -42,6 +42,12 @@ class Engine(str, enum.Enum):
     triton = "triton"
 
 
+class OutputFormat(str, enum.Enum):
+    f32 = "f32"
+    pcm16 = "pcm16"
+    mp3 = "mp3"
+
+
 def numbers(text: str) -> list[float]:
     """The numbers of "1,8,32"."""
     try:
@@ -255,6 +261,9 @@ def main(
     max_num_seqs: MaxNumSeqs = None,
     memory: Memory = 0.6,
     offline: Annotated[bool, typer.Option(help="engine: EngineConfig.realtime off, for most throughput")] = False,
+    output_format: Annotated[
+        OutputFormat, typer.Option(help="triton: of the audio that comes back")
+    ] = OutputFormat.f32,
     timeout: Timeout = 60,
     seed: Seed = 0,
     json_path: Annotated[Path | None, typer.Option("--json", help="append the rows to this file")] = None,
@@ -266,9 +275,12 @@ def main(
     rows = [(mode, load, reference_s) for reference_s in numbers(references) for mode, load in loads]
     if not rows:
         raise typer.BadParameter("nothing to measure: give --closed, --rates or --bursts, and --references")
+    if output_format is not OutputFormat.f32 and engine is not Engine.triton:
+        raise typer.BadParameter("an output format is for triton; an engine alone gives samples")
     plan = Plan(span(characters), span(patches), seconds, streams, timeout, seed)
+    variant = "-offline" if offline else "" if output_format is OutputFormat.f32 else f"-{output_format.value}"
     common = {
-        "engine": f"{engine.value}-offline" if offline else engine.value,
+        "engine": engine.value + variant,
         "realtime": not offline if engine is Engine.engine else None,
         "characters": characters,
         "patches": patches,
@@ -289,7 +301,8 @@ def main(
                 file.write(json.dumps(row) + "\n")
 
     settings = Settings(max_num_seqs, memory, realtime=not offline)
-    asyncio.run(run(make_driver(engine.value, target, settings), plan, rows, write, common))
+    driver = make_driver(engine.value, target, settings, output_format.value)
+    asyncio.run(run(driver, plan, rows, write, common))
 
 
 if __name__ == "__main__":
