@@ -217,6 +217,42 @@ def test_the_next_request_after_all_that(server, good):
     np.testing.assert_array_equal(samples(speak(server, GOOD)), good)
 
 
+def post_large(server, path: str, head: bytes, length: int, tail: bytes, headers: str = "") -> str:
+    """Send a body of `length` bytes of "A" between `head` and `tail`; what is answered."""
+    with socket.create_connection(("127.0.0.1", server.http_port), timeout=120) as connection:
+        size = len(head) + length + len(tail)
+        connection.sendall(
+            f"POST /v2/models/{path} HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n{headers}".encode()
+        )
+        connection.sendall(b"\r\n" + head)
+        for _ in range(length >> 20):
+            connection.sendall(b"A" * 2**20)
+        connection.sendall(tail)
+        answer = b""
+        while b'"}' not in answer and (more := connection.recv(65_536)):
+            answer += more
+        return answer.decode()
+
+
+@pytest.mark.slow
+def test_bodies_of_half_a_gibibyte(server, good):
+    """All of it comes, and is refused; 2 GiB were sent by hand (docs/deploy.md)."""
+    length = 2**29
+    answer = post_large(server, "voxcpm2/generate", b'{"stream": false, "text": "', length, b'"}')
+    assert f'"INVALID_ARG: text: has {length} bytes, the limit is 4096 characters"' in answer
+    answer = post_large(
+        server, "voxcpm2/generate", b'{"text": "a", "stream": false, "reference_audio": "', length, b'"}'
+    )
+    assert f'"INVALID_ARG: reference_audio: has {length} bytes, the limit is 16777216"' in answer
+    tensor = {"name": "audio", "shape": [1], "datatype": "BYTES", "parameters": {"binary_data_size": 4 + length}}
+    purpose = {"name": "purpose", "shape": [1], "datatype": "BYTES", "data": ["prompt"]}
+    head = json.dumps({"inputs": [tensor, purpose]}).encode()
+    headers = f"Inference-Header-Content-Length: {len(head)}\r\n"
+    answer = post_large(server, "voxcpm2_encode/infer", head + length.to_bytes(4, "little"), length, b"", headers)
+    assert f'"INVALID_ARG: audio: has {length} bytes, the limit is 16777216"' in answer
+    np.testing.assert_array_equal(samples(speak(server, GOOD)), good)
+
+
 def test_an_http_request_that_promises_2_gib(server, good):
     """The rest never comes: the connection is closed, and nobody notices anything."""
     connection = socket.create_connection(("127.0.0.1", server.http_port))

@@ -77,6 +77,12 @@ def test_how_audio_comes_back():
         ({"text": _text(b"\xc3")}, {}, "INVALID_ARG: text: is not UTF-8: unexpected end of data at byte 0"),
         ({"text": _text(b"\xed\xa0\x80")}, {}, "INVALID_ARG: text: is not UTF-8: invalid continuation byte at byte 0"),
         ({**TEXT, "voice": _text(b"\xff")}, {}, "INVALID_ARG: voice: is not UTF-8: invalid start byte at byte 0"),
+        ({"text": _text(b"a" * 2**20)}, {}, "INVALID_ARG: text: has 1048576 characters, the limit is 4096"),
+        (
+            {"text": _text(b"\xff" * (2**20 + 1))},
+            {},
+            "INVALID_ARG: text: has 1048577 bytes, the limit is 4096 characters",
+        ),
         ({"text": _text(b"a", b"b")}, {}, "INVALID_ARG: text: must have shape [1], got [2]"),
         ({"text": _text()}, {}, "INVALID_ARG: text: must have shape [1], got [0]"),
         ({"text": _text(b"a").reshape(1, 1)}, {}, "INVALID_ARG: text: must have shape [1], got [1, 1]"),

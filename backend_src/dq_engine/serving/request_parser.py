@@ -22,6 +22,8 @@ _LATENTS = [tensor.name for tensor in INPUTS if tensor.dims == LATENTS]
 _TRITON_TYPES = {np.object_: "BYTES", np.float32: "FP32", np.int64: "INT64", np.int32: "INT32", np.bool_: "BOOL"}
 _RAW = ("prompt_audio", "reference_audio")
 """BYTES fields that are no text."""
+_MOST_COUNTED_BYTES = 2**20
+"""The characters of a longer text are not counted: decoding a gigabyte takes a second, in which nobody is served."""
 # What an error repeats of a client's names.
 _QUOTED_CHARACTERS = 40
 
@@ -85,7 +87,7 @@ def scalar(name: str, array: np.ndarray, expected: type, text: bool = True) -> A
         text: whether a BYTES tensor holds UTF-8, which becomes a str.
 
     Raises:
-        RequestError: INVALID_ARG, another type or shape, or no UTF-8.
+        RequestError: INVALID_ARG, another type or shape, no UTF-8, or text that is far too long for any input.
     """
     if array.dtype != expected:
         raise invalid(name, f"must be of type {_TRITON_TYPES[expected]}, got {array.dtype}")
@@ -94,6 +96,8 @@ def scalar(name: str, array: np.ndarray, expected: type, text: bool = True) -> A
     value = array[0] if expected is np.object_ else array[0].item()
     if expected is not np.object_ or not text:
         return value
+    if len(value) > _MOST_COUNTED_BYTES:
+        raise invalid(name, f"has {len(value)} bytes, the limit is {MAX_TEXT_CHARACTERS} characters")
     try:
         return value.decode("utf-8")
     except UnicodeDecodeError as error:
