@@ -58,6 +58,11 @@ class ObservedServer(TritonServer):
         """Let the next step of the engine hang, of this worker only."""
         (self.folder / "hang").touch()
 
+    def trim(self) -> None:
+        """Have the worker's allocator give back to the system what is free; the rest is in use, or beside what is."""
+        (self.folder / "trim").touch()
+        wait_until(lambda: not (self.folder / "trim").exists(), 30, "the worker gave its memory back")
+
     def processes(self) -> dict[str, psutil.Process]:
         """tritonserver, its stub and the engine worker: those that are alive."""
         found = {}

@@ -20,6 +20,10 @@ from triton_server import ROOT
 
 CLIENTS, PROCESSES = 64, 4
 KILL_EVERY_S = 3.0
+# Seen: up to 12 in the worker, 19 in tritonserver. What the worker's allocator keeps for later is not counted (`trim`):
+# each thread's arena keeps the most of any one moment, such as that of eight recordings encoded together. In four storms
+# of 3 minutes on end the worker had 565, 621, 672, 652 and 668 MiB, of which 483, 477, 489, 488 and 488 were in use.
+MOST_GROWTH_MIB = 32.0
 SETTINGS = {
     "DQ_ENGINE_MAX_NUM_SEQS": "16",
     "DQ_ENGINE_REALTIME": "0",  # all slots are used, however slow the machine
@@ -78,13 +82,14 @@ async def _blow(server: ObservedServer, killer: Killer, seconds: float, findings
     await asyncio.gather(storm(server.grpc_url, server.http_port, 1000, calm, seconds, findings), killer.run(seconds))
 
 
-def _weather(server: ObservedServer, seconds: float, warm_up_s: float, growth_mib: float) -> None:
-    """A storm, and no trace of it: no process has grown by more than `growth_mib`."""
+def _weather(server: ObservedServer, seconds: float, warm_up_s: float) -> None:
+    """A storm, and no trace of it."""
     known = asyncio.run(_hear_known(server))
     # What is made once is made now: gRPC's threads and connections, buffers that grow to the size they need.
     asyncio.run(storm(server.grpc_url, server.http_port, 1, CLIENTS, warm_up_s, Findings(known)))
     gc.collect()  # tritonclient's channels are in cycles, and hold their connections
     wait_until(lambda: is_idle(server.next_snapshot()), 120, "nobody speaks")
+    server.trim()
     uses, shared_memory = server.uses(), server.shared_memory()
     processes = server.processes()
 
@@ -109,21 +114,21 @@ def _weather(server: ObservedServer, seconds: float, warm_up_s: float, growth_mi
 
     assert server.processes() == processes  # nobody died
     assert server.shared_memory() == shared_memory
+    server.trim()
     for name, before in uses.items():
         print(name, before, server.uses()[name])
         wait_until(lambda name=name, most=before.files + 4: server.uses()[name].files <= most, 60, f"{name}: files")
         wait_until(
             lambda name=name, most=before.threads + 8: server.uses()[name].threads <= most, 60, f"{name}: threads"
         )
-        assert server.uses()[name].rss_mib < before.rss_mib + growth_mib, name
+        assert server.uses()[name].rss_mib < before.rss_mib + MOST_GROWTH_MIB, name
 
 
 def test_half_a_minute(server):
-    # The worker's libraries keep something for every shape they meet: 150 MiB in half a minute, then nothing more.
-    _weather(server, 30.0, warm_up_s=5.0, growth_mib=250.0)
+    _weather(server, 30.0, warm_up_s=5.0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_three_minutes(server):
-    _weather(server, 180.0, warm_up_s=40.0, growth_mib=64.0)
+    _weather(server, 180.0, warm_up_s=40.0)
