@@ -21,7 +21,7 @@ from triton_server import ROOT
 CLIENTS, PROCESSES = 64, 4
 KILL_EVERY_S = 3.0
 # Seen: up to 12 in the worker, 19 in tritonserver. What the worker's allocator keeps for later is not counted (`trim`):
-# each thread's arena keeps the most of any one moment, such as that of eight recordings encoded together. In four storms
+# each thread's arena keeps the most of any one moment, as that of eight recordings encoded together. In four storms
 # of 3 minutes on end the worker had 565, 621, 672, 652 and 668 MiB, of which 483, 477, 489, 488 and 488 were in use.
 MOST_GROWTH_MIB = 32.0
 SETTINGS = {
