@@ -13,12 +13,13 @@ from train_small.audio_losses import ReconstructionLoss, downsample, low_pass, m
 from train_small.batches import Encoded, Layout
 from train_small.checkpoint import make_model, model_config, write_config
 from train_small.corpus import Corpus, load_corpus, plan
-from train_small.models import ModelSettings, train_models
+from train_small.crops import FRAME, LEAD, MARGIN, Crops
+from train_small.models import ModelSettings, train_adapter, train_models
 from train_small.objective import losses
 from train_small.sentences import free_sentence, is_held_out, is_matrix, matrix_sentence
 from train_small.tokenizer import AUDIO_END, AUDIO_START, REFERENCE_END, REFERENCE_START, tokens
 from train_small.trainer import Budget, Kind, Trainer, make_optimizer
-from train_small.vae import CONFIG, load_vae
+from train_small.vae import CONFIG, VaeSettings, load_vae, train_decoder
 from transformers import LlamaTokenizerFast
 from triton_server import ROOT
 from utterances import PROMPTS, RECORDINGS, REFERENCES, VOICES
@@ -158,16 +159,59 @@ def test_a_trainer_goes_on_where_it_was_saved(tmp_path):
     assert curve["columns"] == ["step", "seconds", "loss"] and curve["rows"][-1][0] == 300
 
 
+def write(corpus: Corpus, folder: Path) -> Path:
+    """As the data stage does."""
+    folder.mkdir(parents=True)
+    (folder / "plan.json").write_text(json.dumps(corpus.items))
+    np.savez(folder / "shard_000.npz", audio=corpus.audio, offsets=corpus.offsets)
+    return folder
+
+
+def test_crops_begin_where_sentences_do_or_have_the_frames_before_them(corpus, tmp_path):
+    torch.manual_seed(0)
+    audio = corpus.audio.astype(np.float32) / 32768
+    crops = Crops(write(corpus, tmp_path / "corpus"), 16, 10, CPU)
+    begins, middles = (batch["audio"][:, 0].numpy() for batch in (crops.begins(), crops.middles()))
+    assert begins.shape == (16, 10 * FRAME + 2 * MARGIN) and middles.shape == (16, (LEAD + 10) * FRAME + 2 * MARGIN)
+    sentences = [max(0, offset - MARGIN) for offset in corpus.offsets[:-1]]
+    for row in begins:
+        assert any(np.array_equal(row, audio[begin : begin + len(row)]) for begin in sentences)
+    assert not any(np.array_equal(row[: begins.shape[1]], begin) for row in middles for begin in begins)
+
+
+@pytest.mark.parametrize("adversaries", [False, True])
+def test_the_decoders_stage_leaves_the_latents_alone(corpus, tmp_path, adversaries):
+    settings = VaeSettings(batch=1, frames=8, rate=1e-3, adversaries=adversaries)
+    vae, before = (load_vae(SMALL, CPU) for _ in range(2))
+    folder = write(corpus, tmp_path / "corpus")
+    train_decoder(vae, folder, tmp_path / "out", Budget(1, 2), settings, CPU, 0)
+    after = vae.state_dict()
+    changed = {name.split(".")[0] for name, tensor in before.state_dict().items() if (tensor != after[name]).any()}
+    assert changed == {"decoder"}
+    curve = json.loads((tmp_path / "out" / "decoder.curve.json").read_text())
+    assert ("discriminators" in curve["columns"]) == adversaries and np.isfinite(curve["rows"]).all()
+
+
+def test_an_adapter_is_trained_on_a_voice_that_the_models_do_not_know(corpus, tmp_path):
+    folder = write(Corpus([(text, "kal") for text, _ in corpus.items], corpus.audio, corpus.offsets), tmp_path / "c")
+    train_adapter(SMALL, folder, tmp_path / "out", Budget(1, 2), ModelSettings(8, 1e-3, 0), CPU, 0)
+    weights = load_file(tmp_path / "out" / "lora" / "lora_weights.safetensors")
+    shipped = load_file(ROOT / "models/adapters/rms/lora_weights.safetensors")
+    assert {name: tensor.shape for name, tensor in weights.items()} == {n: t.shape for n, t in shipped.items()}
+    moved = [name for name, tensor in weights.items() if name.endswith("lora_B") and tensor.any()]
+    assert moved and len(moved) == sum(name.endswith("lora_B") for name in weights)
+
+
 def test_models_are_trained_from_a_checkpoint_into_the_same_files(corpus, tmp_path):
-    checkpoint, folder = tmp_path / "checkpoint", tmp_path / "corpus"
+    checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     for file in SMALL.iterdir():
         (checkpoint / file.name).write_bytes(file.read_bytes())
-    folder.mkdir()
-    (folder / "plan.json").write_text(json.dumps(corpus.items))
+    folder = write(corpus, tmp_path / "corpus")
+    (folder / "shard_000.npz").rename(tmp_path / "shard_000.npz")
     with pytest.raises(ValueError, match="not complete"):
         train_models(checkpoint, folder, tmp_path / "out", Budget(1, 2), ModelSettings(8, 1e-4, 4), CPU, 0)
-    np.savez(folder / "shard_000.npz", audio=corpus.audio, offsets=corpus.offsets)
+    (tmp_path / "shard_000.npz").rename(folder / "shard_000.npz")
     assert load_corpus(folder)[1]
     train_models(checkpoint, folder, tmp_path / "out", Budget(1, 2), ModelSettings(8, 1e-4, 4), CPU, 0)
     before, after = load_file(SMALL / "model.safetensors"), load_file(checkpoint / "model.safetensors")

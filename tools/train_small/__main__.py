@@ -29,7 +29,7 @@ def data(
     free: Annotated[int, typer.Option(min=0, help="free sentences")] = 20_000,
     seed: Seed = 1,
     voice: Annotated[
-        str | None, typer.Option(help="in one voice only, for an adapter; by default in all in turn")
+        list[str] | None, typer.Option(help="in turn, as often as named; for an adapter one alone; by default slt, rms, awb")
     ] = None,
     held_out: Annotated[bool, typer.Option(help="sentences that are not trained on")] = False,
     processes: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,
@@ -38,7 +38,7 @@ def data(
     from train_small.corpus import plan, write_corpus
     from train_small.flite import VOICES
 
-    write_corpus(out, plan(matrix, free, seed, held_out, VOICES if voice is None else [voice]), processes)
+    write_corpus(out, plan(matrix, free, seed, held_out, voice or VOICES), processes)
 
 
 @app.command()
@@ -72,15 +72,19 @@ def decoder(
     steps: Steps = 10**9,
     seed: Seed = 0,
     batch: Annotated[int, typer.Option(min=1, help="crops of a step")] = 24,
+    frames: Annotated[int, typer.Option(min=8, help="of 40 ms in a crop")] = 32,
     rate: Annotated[float, typer.Option(help="highest learning rate")] = 3e-4,
+    adversaries: Annotated[
+        bool, typer.Option(help="against discriminators; without them a step takes a fifth of a CPU's time")
+    ] = True,
 ) -> None:
-    """Go on with the AudioVAE's decoder against discriminators. The latents stay, and with them the trained models."""
+    """Go on with the AudioVAE's decoder, against discriminators. The latents stay, and with them the trained models."""
     from train_small.trainer import Budget
     from train_small.vae import VaeSettings, load_vae, save_vae, train_decoder
 
-    device = _device()
+    device, settings = _device(), VaeSettings(batch, frames, rate, noise=0.3, adversaries=adversaries)
     trained = load_vae(checkpoint, device)
-    train_decoder(trained, corpus, out, Budget(minutes, steps), VaeSettings(batch, rate=rate, noise=0.3), device, seed)
+    train_decoder(trained, corpus, out, Budget(minutes, steps), settings, device, seed)
     save_vae(trained, checkpoint / "audiovae.pth")
 
 

@@ -70,7 +70,7 @@ def train_adapter(
 ) -> None:
     """Train a LoRA adapter that says any text in the corpus's one voice, and write it to `out`/lora."""
     torch.manual_seed(seed)
-    data = _encoded(checkpoint, corpus, VOICES, 0, device, seed)
+    data = _encoded(checkpoint, corpus, None, 0, device, seed)
     model = make_model(checkpoint, load_vae(checkpoint, device), device, LORA)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
@@ -85,10 +85,14 @@ def train_adapter(
     save_lora(model, LORA, out / "lora")
 
 
-def _encoded(checkpoint: Path, corpus: Path, voices: list[str], pairs: int, device: torch.device, seed: int) -> Encoded:
+def _encoded(
+    checkpoint: Path, corpus: Path, voices: list[str] | None, pairs: int, device: torch.device, seed: int
+) -> Encoded:
+    """Without voices those of the corpus."""
     loaded, complete = load_corpus(corpus)
     if not complete:
         raise ValueError(f"{corpus} is not complete: run the data stage first")
+    voices = voices or sorted({voice for _, voice in loaded.items})
     vae = load_vae(checkpoint, device)
     with fast(vae, device):
         return Encoded(loaded, vae, voices, pairs, device, seed)

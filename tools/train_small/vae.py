@@ -1,16 +1,18 @@
 """The AudioVAE: trained to reconstruct, then its decoder against discriminators; made with the official classes."""
 
 import contextlib
+import functools
 import json
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from train_small.audio_losses import HALF_FILTER, RATIO, ReconstructionLoss, downsample, low_pass, upsample
+from train_small.audio_losses import RATIO, ReconstructionLoss, downsample, low_pass, upsample
 from train_small.corpus import Corpus, load_corpus
+from train_small.crops import FRAME, LEAD, MARGIN, Crops
 from train_small.discriminators import Discriminators, decoders_losses, discriminators_loss
 from train_small.official import AudioVAE, AudioVAEConfig
 from train_small.trainer import Batch, Budget, Kind, Trainer, make_optimizer
@@ -25,11 +27,11 @@ CONFIG = {
     "out_sample_rate": 48000,
     "sr_bin_boundaries": [20000, 30000, 40000],
 }
-FRAME = 640
-"""Samples at 16 kHz of one latent frame."""
-_MARGIN = HALF_FILTER // RATIO * 2
-"""Samples at 16 kHz on either side of a crop that resampling needs."""
-_RELOAD_S = 30.0
+_FIGURES = ("mel", "linear", "complex", "wave")
+_BEGINS = 0.4
+"""Share of the batches whose crops begin where sentences do, as every stream does."""
+_ONSET, _ONSET_WEIGHT = 480, 0.5
+"""Samples at 48 kHz of a stream's beginning, 10 ms, that count once more: the spectra hardly see a click there."""
 _FOOLING, _FEATURES = 1 / 15, 2 / 15
 """Weights beside the reconstruction's 1; the proportions of the Descript audio codec (Kumar and others, 2023)."""
 
@@ -43,46 +45,14 @@ class VaeSettings:
         frames: latent frames in a crop.
         rate: highest learning rate.
         noise: most noise added to the latents, whose variance is 1: what the language models make is not exact.
+        adversaries: of the decoder's stage: it is trained against discriminators, which take most of a CPU's time.
     """
 
     batch: int = 24
     frames: int = 32
     rate: float = 1e-3
     noise: float = 0.4
-
-
-class Crops:
-    """Random crops of a corpus that may still be growing; one in four starts where a sentence starts."""
-
-    def __init__(self, folder: Path, settings: VaeSettings, device: torch.device) -> None:
-        self._folder, self._device = folder, device
-        self._batch, self._length = settings.batch, settings.frames * FRAME + 2 * _MARGIN
-        self._complete, self._looked = False, 0.0
-        self._reload()
-
-    def make(self) -> Batch:
-        """audio: [B, 1, crop and the margins on both sides], 1 is full scale."""
-        if not self._complete and time.monotonic() - self._looked > _RELOAD_S:
-            self._reload()
-        last = len(self._audio) - self._length - 1
-        begin = torch.randint(0, last, (self._batch,), device=self._device)
-        sentence = torch.randint(0, len(self._begins), (self._batch,), device=self._device)
-        is_begin = torch.arange(self._batch, device=self._device) % 4 == 0
-        begin = torch.where(is_begin, (self._begins[sentence] - _MARGIN).clamp(0, last), begin)
-        index = begin[:, None] + torch.arange(self._length, device=self._device)
-        return {"audio": self._audio[index].float()[:, None] / 32768}
-
-    def _reload(self) -> None:
-        while True:
-            corpus, self._complete = load_corpus(self._folder)
-            self._looked = time.monotonic()
-            if len(corpus.audio) > self._length + 1:
-                break
-            if self._complete:
-                raise ValueError(f"{self._folder} has less audio than one crop")
-            time.sleep(1)
-        self._audio = torch.from_numpy(corpus.audio).to(self._device)
-        self._begins = torch.from_numpy(corpus.offsets[:-1]).to(self._device)
+    adversaries: bool = True
 
 
 def load_vae(folder: Path, device: torch.device) -> AudioVAE:
@@ -106,26 +76,26 @@ def train_vae(
     vae = AudioVAE(AudioVAEConfig(**CONFIG)).to(device)
     parameters = [p for name, p in vae.named_parameters() if "fc_logvar" not in name]
     optimizer = make_optimizer(parameters, (0.8, 0.99), 1e-3)
-    figures = ["mel", "linear", "complex", "wave"]
-    trainer = Trainer("vae", out, vae, parameters, [(optimizer, settings.rate)], figures, seed)
-    crops, losses, taps = Crops(corpus, settings, device), ReconstructionLoss().to(device), low_pass(device)
+    trainer = Trainer("vae", out, vae, parameters, [(optimizer, settings.rate)], list(_FIGURES), seed)
+    losses, taps = ReconstructionLoss().to(device), low_pass(device)
     rate = torch.tensor([CONFIG["out_sample_rate"]], dtype=torch.int32, device=device)
 
-    def step(batch: Batch) -> torch.Tensor:
+    def step(batch: Batch, lead: int) -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
-        target = upsample(batch["audio"], taps)[..., RATIO * _MARGIN : -RATIO * _MARGIN]
-        mu = vae.encoder.fc_mu(vae.encoder.block(batch["audio"][..., _MARGIN:-_MARGIN]))
+        recorded, target = _recorded(batch), _target(batch, taps)
+        mu = vae.encoder.fc_mu(vae.encoder.block(recorded))
         mean = mu.mean((0, 2), keepdim=True)
         deviation = mu.std((0, 2), keepdim=True) + 1e-4
-        parts = losses(vae.decode(_noised((mu - mean) / deviation, settings.noise), rate), target)
+        made = vae.decode(_noised((mu - mean) / deviation, settings.noise), rate)
+        parts = _distance(losses, made, target, lead)
         drift = mean.square().mean() + (deviation - 1).square().mean()
         (parts["loss"] + 1e-3 * drift).backward()
         nn.utils.clip_grad_norm_(parameters, 5.0, foreach=True)
         optimizer.step()
-        return torch.stack([parts[name].detach() for name in figures])
+        return torch.stack([parts[name].detach() for name in _FIGURES])
 
     with fast(vae, device):
-        trainer.run({"crops": Kind(1.0, crops.make, step)}, budget)
+        trainer.run(_kinds(Crops(corpus, settings.batch, settings.frames, device), step), budget)
     trainer.take_average()
     vae.eval()
     _normalize_latents(vae, load_corpus(corpus)[0], device)
@@ -135,57 +105,94 @@ def train_vae(
 def train_decoder(
     vae: AudioVAE, corpus: Path, out: Path, budget: Budget, settings: VaeSettings, device: torch.device, seed: int
 ) -> None:
-    """Go on with the decoder alone, against discriminators. The latents stay what they are."""
+    """Go on with the decoder alone, against discriminators if so set. The latents stay what they are."""
     torch.manual_seed(seed)
-    discriminators = Discriminators().to(device)
     for parameter in vae.encoder.parameters():
         parameter.requires_grad_(False)
     parameters = list(vae.decoder.parameters())
-    adversaries = list(discriminators.parameters())
     optimizer = make_optimizer(parameters, (0.8, 0.99), 1e-3)
-    their_optimizer = make_optimizer(adversaries, (0.8, 0.99), 1e-3)
-    figures = ["mel", "linear", "complex", "wave", "fooling", "features", "discriminators"]
-    both = nn.ModuleDict({"vae": vae, "discriminators": discriminators})
-    rates = [(optimizer, settings.rate), (their_optimizer, settings.rate)]
-    trainer = Trainer("decoder", out, both, parameters, rates, figures, seed)
-    crops, losses, taps = Crops(corpus, settings, device), ReconstructionLoss().to(device), low_pass(device)
+    figures, both, optimizers = list(_FIGURES), nn.ModuleDict({"vae": vae}), [(optimizer, settings.rate)]
+    if settings.adversaries:
+        both["discriminators"] = discriminators = Discriminators().to(device)
+        adversaries = list(discriminators.parameters())
+        their_optimizer = make_optimizer(adversaries, (0.8, 0.99), 1e-3)
+        optimizers.append((their_optimizer, settings.rate))
+        figures += ["fooling", "features", "discriminators"]
+    trainer = Trainer("decoder", out, both, parameters, optimizers, figures, seed)
+    losses, taps = ReconstructionLoss().to(device), low_pass(device)
     rate = torch.tensor([CONFIG["out_sample_rate"]], dtype=torch.int32, device=device)
 
     def judge(audio: torch.Tensor) -> list:
         with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
             return discriminators(audio)
 
-    def step(batch: Batch) -> torch.Tensor:
-        optimizer.zero_grad(set_to_none=True)
+    def teach_adversaries(real: torch.Tensor, heard: torch.Tensor) -> torch.Tensor:
         their_optimizer.zero_grad(set_to_none=True)
-        recorded = batch["audio"][..., _MARGIN:-_MARGIN]
-        target = upsample(batch["audio"], taps)[..., RATIO * _MARGIN : -RATIO * _MARGIN]
-        with torch.no_grad():
-            mu = vae.encoder.fc_mu(vae.encoder.block(recorded))
-        made = vae.decode(_noised(mu, settings.noise), rate)
-        heard = downsample(made, taps)
-        against = discriminators_loss(judge(recorded), judge(heard.detach()))
+        against = discriminators_loss(judge(real), judge(heard))
         against.backward()
         nn.utils.clip_grad_norm_(adversaries, 10.0, foreach=True)
         their_optimizer.step()
-        for parameter in adversaries:
-            parameter.requires_grad_(False)
-        parts = losses(made, target)
+        return against
+
+    def ask_adversaries(real: torch.Tensor, heard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
-            real = judge(recorded)
-        fooling, features = decoders_losses(real, judge(heard))
-        (parts["loss"] + _FOOLING * fooling + _FEATURES * features).backward()
-        for parameter in adversaries:
-            parameter.requires_grad_(True)
+            features = judge(real)
+        return decoders_losses(features, judge(heard))
+
+    def step(batch: Batch, lead: int) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        recorded, target = _recorded(batch), _target(batch, taps)
+        with torch.no_grad():
+            mu = vae.encoder.fc_mu(vae.encoder.block(recorded))
+        made = vae.decode(_noised(mu, settings.noise), rate)
+        parts = _distance(losses, made, target, lead)
+        loss, shown = parts["loss"], [parts[name] for name in _FIGURES]
+        if settings.adversaries:
+            real, heard = recorded[..., lead * FRAME :], downsample(made[..., RATIO * lead * FRAME :], taps)
+            against = teach_adversaries(real, heard.detach())
+            for parameter in adversaries:
+                parameter.requires_grad_(False)
+            fooling, features = ask_adversaries(real, heard)
+            loss = loss + _FOOLING * fooling + _FEATURES * features
+            shown += [fooling, features, against]
+        loss.backward()
+        if settings.adversaries:
+            for parameter in adversaries:
+                parameter.requires_grad_(True)
         nn.utils.clip_grad_norm_(parameters, 5.0, foreach=True)
         optimizer.step()
-        shown = [*(parts[name] for name in figures[:4]), fooling, features, against]
         return torch.stack([value.detach() for value in shown])
 
     with fast(vae, device):
-        trainer.run({"crops": Kind(1.0, crops.make, step)}, budget)
+        trainer.run(_kinds(Crops(corpus, settings.batch, settings.frames, device), step), budget, warm_up=100)
     trainer.take_average()
     vae.eval()
+
+
+def _kinds(crops: Crops, step: Callable[[Batch, int], torch.Tensor]) -> dict[str, Kind]:
+    """Crops from the beginning of a stream, and from anywhere with LEAD frames before them."""
+    return {
+        "begins": Kind(_BEGINS, crops.begins, functools.partial(step, lead=0)),
+        "middles": Kind(1 - _BEGINS, crops.middles, functools.partial(step, lead=LEAD)),
+    }
+
+
+def _recorded(batch: Batch) -> torch.Tensor:
+    return batch["audio"][..., MARGIN:-MARGIN]
+
+
+def _target(batch: Batch, taps: torch.Tensor) -> torch.Tensor:
+    return upsample(batch["audio"], taps)[..., RATIO * MARGIN : -RATIO * MARGIN]
+
+
+def _distance(
+    losses: ReconstructionLoss, made: torch.Tensor, target: torch.Tensor, lead: int
+) -> dict[str, torch.Tensor]:
+    """The reconstruction's losses after the frames that come before the crop; of a stream's beginning its onset too."""
+    made, target = made[..., RATIO * lead * FRAME :], target[..., RATIO * lead * FRAME :]
+    parts = losses(made, target)
+    onset = (made - target)[..., :_ONSET].abs().mean() / target.abs().mean()
+    return parts if lead else parts | {"loss": parts["loss"] + _ONSET_WEIGHT * onset}
 
 
 def _noised(latents: torch.Tensor, most: float) -> torch.Tensor:
