@@ -4,7 +4,7 @@
 # Environment:
 #   MODEL               checkpoint directory or Hugging Face id; DQ_ENGINE_MODEL, or the one in config.pbtxt, by default
 #   HTTP_PORT GRPC_PORT METRICS_PORT   8000, 8001, 8002
-#   HOST                the address to listen on; 0.0.0.0
+#   HOST                the address to listen on; 127.0.0.1, and in the container 0.0.0.0: who publishes its ports decides
 #   MODEL_CONTROL_MODE  none (default), or explicit: clients may load and unload models. Only where every client is
 #                       trusted: Triton lets them load any code.
 #   MODEL_REPOSITORY    ../model_repository by default
@@ -39,6 +39,10 @@ if [[ -n ${MODEL:-} ]]; then
     [[ -d $MODEL ]] && MODEL=$(cd "$MODEL" && pwd)
     export DQ_ENGINE_MODEL=$MODEL
 fi
+host=${HOST:-127.0.0.1}
+if [[ ! $host =~ ^(127\.|localhost$|::1$) && -z ${DQ_ENGINE_ADMIN_TOKEN:-} ]]; then
+    echo "entrypoint: without DQ_ENGINE_ADMIN_TOKEN whoever reaches a port may administer this server" >&2
+fi
 model=${DQ_ENGINE_MODEL:-}
 if [[ -n $model && $model != "~"* && ! -d $model && ! $model =~ ^[^./][^/]*/[^/]+$ ]]; then
     echo "entrypoint: $model is neither a directory nor a hub id of the form owner/name" >&2
@@ -53,10 +57,10 @@ arguments=(
     --backend-directory="$triton/backends"
     --backend-config="python,shm-region-prefix-name=$shm"
     --model-control-mode="${MODEL_CONTROL_MODE:-none}"
-    --http-address="${HOST:-0.0.0.0}" --http-port="${HTTP_PORT:-8000}"
-    --grpc-address="${HOST:-0.0.0.0}" --grpc-port="${GRPC_PORT:-8001}"
+    --http-address="$host" --http-port="${HTTP_PORT:-8000}"
+    --grpc-address="$host" --grpc-port="${GRPC_PORT:-8001}"
     --grpc-header-forward-pattern='^user-agent$' # by which voxcpm2 tells gRPC from HTTP, see its model.py
-    --metrics-address="${HOST:-0.0.0.0}" --metrics-port="${METRICS_PORT:-8002}"
+    --metrics-address="$host" --metrics-port="${METRICS_PORT:-8002}"
     --exit-timeout-secs="$exit_timeout_s"
     --log-verbose="${LOG_VERBOSE:-0}"
 )

@@ -156,6 +156,8 @@ def test_compose_agrees_with_the_dockerfile():
     assert (ROOT / "docker" / build["context"]).resolve() == ROOT
     assert (ROOT / build["dockerfile"]).exists()
     assert set(build["args"]) == {rest.split("=")[0] for rest in of("ARG")}
+    assert all(port.startswith("${PUBLISH:-127.0.0.1}:") for port in service["ports"])
+    assert environment()["HOST"] == "0.0.0.0"  # within the container
     inside = [port.rsplit(":", 1)[1] for port in service["ports"]]
     assert inside == of("EXPOSE")[0].split()
     assert inside == [environment()[name] for name in ("HTTP_PORT", "GRPC_PORT", "METRICS_PORT")]

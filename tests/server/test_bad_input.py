@@ -202,7 +202,7 @@ JSON = [
     (b"", 500, "failed to parse the request JSON buffer: The document is empty"),
     (b"[]", 500, "attempt to get members for non-object"),
     (b'{"text": "a"', 500, "failed to parse the request JSON buffer: "),
-    (b'{"text": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", 400, "expected 1 string elements"),
+    (b'{"text": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", 400, "expected 1 string elements"),  # docs/deploy.md
 ]
 
 
