@@ -102,6 +102,15 @@ def test_codecs(format, rate, reader, whole):
     assert snr_db(expected, decoded[late:]) > CODEC_SNR_DB[format]
 
 
+@pytest.mark.parametrize("samples", [0, len(SPEECH) + 1, 2 * len(SPEECH)])
+def test_soundfile_wants_the_exact_length_of_a_flac_file(samples):
+    """So that we notice when it no longer does: docs/contract.md says so."""
+    data = b"".join(chunks_of("flac", 48_000))
+    assert len(read_soundfile(flac_with_length(data, len(SPEECH)), "flac", 48_000)[0]) == len(SPEECH)
+    with pytest.raises((ValueError, soundfile.LibsndfileError)):
+        read_soundfile(flac_with_length(data, samples), "flac", 48_000)
+
+
 def test_flac_is_the_16_bit_samples():
     decoded, _ = soundfile.read(io.BytesIO(in_one_piece("flac", 48_000)), dtype="int16")
     assert decoded.tobytes() == in_one_piece("pcm16", 48_000)
