@@ -6,7 +6,9 @@ import struct
 import subprocess
 import sys
 import time
+from fractions import Fraction
 
+import av
 import numpy as np
 import pytest
 import soundfile
@@ -23,6 +25,20 @@ FLAC = file_of(TONE, 48_000, "FLAC")
 MP3 = file_of(SPEECH, 48_000, "MP3")
 VORBIS = file_of(SPEECH, 48_000, "OGG", "VORBIS")
 OPUS = file_of(SPEECH, 48_000, "OGG", "OPUS")
+
+
+def flac_of_32_bits(samples: np.ndarray) -> bytes:
+    """By FFmpeg: libsndfile neither writes nor reads them."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="flac") as container:
+        options = {"strict": "experimental", "bits_per_raw_sample": "32"}
+        stream = container.add_stream("flac", rate=48_000, layout="mono", options=options)
+        stream.format = "s32"
+        values = np.rint(samples.astype(np.float64) * (2**31 - 1)).astype(np.int32)
+        frame = av.AudioFrame.from_ndarray(values[np.newaxis], format="s32", layout="mono")
+        frame.sample_rate, frame.time_base, frame.pts = 48_000, Fraction(1, 48_000), 0
+        container.mux([*stream.encode(frame), *stream.encode(None)])
+    return file.getvalue()
 
 
 def streamed(format: str, samples: np.ndarray = SPEECH) -> bytes:
@@ -82,6 +98,20 @@ def test_every_kind_of_file(format, subtype, snr):
     assert len(decoded) == len(SPEECH)
     assert lag_of(SPEECH, decoded) == 0
     assert snr_db(SPEECH, decoded) > snr
+
+
+def test_a_flac_file_of_32_bits():
+    data = flac_of_32_bits(SPEECH)
+    decoded = decode_audio(data, "f", 48_000)
+    assert len(decoded) == len(SPEECH)
+    assert snr_db(SPEECH, decoded) > 140
+    for wrong, message in (
+        (data[: len(data) // 2], "is damaged or ends early"),
+        (flac_of_length(data, 48_001), "ends early: its header promises 48001 frames, 48000 are there"),
+        (flac_of_length(data, 61 * 48_000), "must last 0.1 to 60 s, this is 61.00 s"),
+    ):
+        with pytest.raises(RequestError, match=f"^INVALID_ARG: f: {message}$"):
+            decode_audio(wrong, "f", 48_000)
 
 
 @pytest.mark.parametrize("channels", range(1, 9))

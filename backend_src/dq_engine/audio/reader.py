@@ -14,6 +14,7 @@ _SUBTYPES = (
     *("PCM_U8", "PCM_S8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW"),
     *("VORBIS", "OPUS", "MPEG_LAYER_III"),
 )
+_LIBSNDFILE_FLAC_BITS = (8, 16, 24)
 MIN_RATE, MAX_RATE = 8_000, 192_000
 MAX_CHANNELS = 8
 # There are tags of many kinds behind the audio of mp3 files, and players do not mind them.
@@ -49,9 +50,12 @@ def read_mono(data: bytes, max_seconds: float) -> Recording:
     Raises:
         ReadError: it is another kind of file, is damaged, or its rate or channels are outside the limits.
     """
-    # libsndfile guesses the length of an mp3 file without one, and its Python face reads no such flac file to its end.
-    if data.startswith(b"fLaC") and not _flac_frames(data):
-        return _read_by_ffmpeg(data, "flac", max_seconds)
+    # libsndfile guesses the length of an mp3 file without one, its Python face reads no such flac file to its end, and
+    # it knows few numbers of bits.
+    if data.startswith(b"fLaC"):
+        bits, frames = _flac_bits_and_frames(data)
+        if not frames or bits not in _LIBSNDFILE_FLAC_BITS:
+            return _read_by_ffmpeg(data, "flac", max_seconds, frames or None)
     if _is_mp3(data) and not _mp3_has_length(data):
         return _read_by_ffmpeg(data, "mp3", max_seconds)
     with _in_memory(data) as descriptor:
@@ -87,8 +91,12 @@ def _blocks(file: soundfile.SoundFile, limit: int) -> Iterator[np.ndarray]:
         yield mono
 
 
-def _read_by_ffmpeg(data: bytes, format: str, max_seconds: float) -> Recording:
-    """A flac or mp3 file that does not say how long it is."""
+def _read_by_ffmpeg(data: bytes, format: str, max_seconds: float, promised: int | None = None) -> Recording:
+    """A flac or mp3 file.
+
+    Args:
+        promised: frames that it says it has, if it says so.
+    """
     import av  # large, and few files need it
 
     to_float = av.AudioResampler(format="fltp")
@@ -99,6 +107,8 @@ def _read_by_ffmpeg(data: bytes, format: str, max_seconds: float) -> Recording:
             rate, channels = stream.rate, stream.channels
             _check(rate, channels)
             limit = int(max_seconds * rate) + 1
+            if promised is not None and promised >= limit:
+                return Recording(_NOTHING, rate, promised)
             allowed = _BROKEN_MP3_PACKETS if format == "mp3" else 0
             for packet in container.demux(stream):
                 try:
@@ -120,12 +130,13 @@ def _read_by_ffmpeg(data: bytes, format: str, max_seconds: float) -> Recording:
         raise ReadError(_NOT_DECODABLE) from None
     if not done:
         raise ReadError(_NOT_DECODABLE)
-    return Recording(np.concatenate(blocks)[:limit], rate, None)
+    return Recording(np.concatenate(blocks)[:limit], rate, promised)
 
 
-def _flac_frames(data: bytes) -> int:
-    """The 36 bits of STREAMINFO that say how many frames there are; 0 for "unknown"."""
-    return int.from_bytes(data[18:26], "big") & (1 << 36) - 1
+def _flac_bits_and_frames(data: bytes) -> tuple[int, int]:
+    """The 5 bits of STREAMINFO that say how many a sample has, and the 36 that say how many there are (0: unknown)."""
+    word = int.from_bytes(data[18:26], "big")
+    return (word >> 36 & 0x1F) + 1, word & (1 << 36) - 1
 
 
 def _is_mp3(data: bytes) -> bool:
