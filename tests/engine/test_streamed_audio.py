@@ -62,6 +62,21 @@ def test_latents_to_continue_from(case):
     assert_close(second.latents, theirs.latents, 1e-4, case.official.patch_size, "latents of the continuation")
 
 
+@pytest.mark.parametrize("reference", [False, True], ids=["alone", "with a reference"])
+def test_a_continuation_is_the_rest_of_one_longer_run(case, contexts, reference):
+    """Without noise, which a request draws anew, a patch depends on what is before it alone: how it came there, as a
+    prompt or by being generated, makes no difference."""
+    fields = {"temperature": 0.0, "return_latents": True, **(contexts["reference"][0] if reference else {})}
+    long = Request(text="oh no, so it is", min_generate_length=12, max_generate_length=12, **fields)
+    whole = hear(case.engine.submit(long)).latents
+    lengths = {"min_generate_length": 3, "max_generate_length": 3}  # rounding grows from patch to patch
+    for patches in (1, 5, 9):
+        start, end = patches * case.official.patch_size, (patches + 3) * case.official.patch_size
+        prompt = {"prompt_text": "oh no, ", "prompt_latents": whole[:start]}
+        rest = hear(case.engine.submit(Request(text="so it is", **prompt, **lengths, **fields))).latents
+        assert_close(rest, whole[start:end], LIMIT, case.official.patch_size, f"after {patches} patches")
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_while_others_start_end_and_are_cancelled(shape, open_case):
     """Four slots; two long streams are watched while the other two change hands all the time."""
