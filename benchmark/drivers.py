@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import dataclasses
 import sys
+import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
@@ -121,12 +122,12 @@ class EngineDriver(Driver):
         from dq_engine.engine import DqCoreEngine, EngineConfig
 
         self._engine = DqCoreEngine(EngineConfig(model=self._model, **dataclasses.asdict(self._settings)))
-        last_stage = ""
+        last_stage, began = "", time.monotonic()
 
         def progress(stage: str, fraction: float) -> None:
             nonlocal last_stage
             if stage != last_stage:
-                print(f"  {stage}", flush=True)
+                print(f"  {time.monotonic() - began:.1f} s: {stage}", flush=True)
             last_stage = stage
 
         sys.setswitchinterval(0.001)  # as in the server's worker

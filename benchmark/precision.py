@@ -3,10 +3,12 @@
 
     python3 benchmark/precision.py CHECKPOINT
     python3 benchmark/precision.py CHECKPOINT --engines engine --streams 4 --patches 20
+    python3 benchmark/precision.py CHECKPOINT --streams 64 --tensor-parallel 2
 
 dq_engine in float32, without graphs and with PyTorch's own attention, speaks first. Then each engine, as it serves,
 makes the same patches from the same noise, and whatever it makes, the float32 patch is what it is fed next: so an error
 is that of one step. Half of the streams clone a reference. The AudioVAE is compared by itself, on the float32 latents.
+With --tensor-parallel each engine runs on several GPUs, and each stream makes one patch, without noise.
 Each engine has a process of its own; into --out go precision.json and the engines' logs.
 """
 
@@ -34,7 +36,7 @@ def jobs_of(streams: int, patches: int) -> list[Job]:
 
 
 def engine_speaks(
-    model: str, jobs: list[Job], fed: np.ndarray | None, **settings: object
+    model: str, jobs: list[Job], fed: np.ndarray | None, temperature: float, **settings: object
 ) -> tuple[np.ndarray, np.ndarray]:
     """What dq_engine makes of the jobs.
 
@@ -66,6 +68,7 @@ def engine_speaks(
                     text=job.text,
                     reference_latents=job.reference_latents,
                     seed=seed,
+                    temperature=temperature,
                     min_generate_length=job.patches,
                     max_generate_length=job.patches,
                     return_latents=True,
@@ -93,13 +96,26 @@ def engine_vocodes(model: str, latents: np.ndarray) -> np.ndarray:
         return torch.cat([decoder.decode(patch, slots) for patch in patches], dim=1).float().cpu().numpy()
 
 
-def nano_speaks(model: str, jobs: list[Job], fed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def nano_speaks(
+    model: str, jobs: list[Job], fed: np.ndarray, temperature: float, gpus: int
+) -> tuple[np.ndarray, np.ndarray]:
     """What the stock engine makes of the jobs, and the audio that its AudioVAE makes of `fed`; as `engine_speaks`."""
-    from nanovllm_voxcpm.models.voxcpm2.server import VoxCPM2ServerImpl
+    from nanovllm_voxcpm.config import Config
+    from nanovllm_voxcpm.models.voxcpm2.config import VoxCPM2Config
+    from nanovllm_voxcpm.models.voxcpm2.engine import VoxCPM2Engine
 
     sys.path.append(str(Path(__file__).resolve().parent.parent / "backend_src"))
-    server = VoxCPM2ServerImpl(model, max_num_seqs=len(jobs), gpu_memory_utilization=0.6, devices=[0])
-    engine, runner, made = server.llm, server.llm.model_runner, np.empty_like(fed)
+    engine = VoxCPM2Engine(
+        Config(
+            model=model,
+            max_num_seqs=len(jobs),
+            gpu_memory_utilization=0.6,
+            model_config=VoxCPM2Config.model_validate_json((Path(model) / "config.json").read_text()),
+            devices=list(range(gpus)),
+            tensor_parallel_size=gpus,
+        )
+    )
+    runner, made = engine.model_runner, np.empty_like(fed)
     run_model, keep = runner.run_model, engine.postprocess_seq
     rows: list[tuple[int, int]] = []
     preprocess = engine.preprocess_seq
@@ -122,13 +138,16 @@ def nano_speaks(model: str, jobs: list[Job], fed: np.ndarray) -> tuple[np.ndarra
         keep(sequence, {**outputs, "stop_flag": 0}, is_prefill)
         sequence.custom_payload.feats[-1] = fed[stream, patch][None]
 
-    runner.run_model, engine.postprocess_seq, engine.preprocess_seq = run_with_noise, force, note_row
+    engine.postprocess_seq = force
+    if temperature:
+        runner.run_model, engine.preprocess_seq = run_with_noise, note_row
     for stream, job in enumerate(jobs):
         engine.add_request(
             str(stream),
             job.text,
             ref_audio_latents=job.reference_latents,
             max_generate_length=job.patches,
+            temperature=temperature,
             cfg_value=2.0,
         )
     with torch.inference_mode():
@@ -150,15 +169,17 @@ def main(
     model: Annotated[str, typer.Argument(help="checkpoint directory")],
     engines: Annotated[str, typer.Option(help="in this order")] = "nano,engine",
     streams: Annotated[int, typer.Option(min=2, help="at once")] = 8,
-    patches: Annotated[int, typer.Option(min=2, help="of each stream")] = 100,
+    patches: Annotated[int, typer.Option(min=1, help="of each stream")] = 100,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs of each engine")] = 1,
     engine_timeout: Annotated[float, typer.Option(min=1, help="seconds for one engine, its start included")] = 200,
     out: Annotated[Path, typer.Option(help="folder of the results; replaces earlier ones")] = Path("build/precision"),
     part: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Compare engines with float32."""
+    patches = patches if tensor_parallel == 1 else 1
     jobs = jobs_of(streams, patches)
     if part:
-        arrays = measure_part(part, model, jobs, out)
+        arrays = measure_part(part, model, jobs, tensor_parallel, out)
         np.savez(out / f"{part}.npz", **arrays)
         return
     names = engines.split(",")
@@ -166,6 +187,7 @@ def main(
         raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(ENGINES)}")
     out.mkdir(parents=True, exist_ok=True)
     arguments = [model, f"--streams={streams}", f"--patches={patches}", f"--out={out}"]
+    arguments.append(f"--tensor-parallel={tensor_parallel}")
     for name in ["float32", *names]:
         command = [sys.executable, str(Path(__file__).resolve()), *arguments, f"--part={name}"]
         if fault := run_to_its_end(command, out / f"{name}.log", engine_timeout):
@@ -173,7 +195,7 @@ def main(
             raise typer.Exit(1)
     with np.load(out / "float32.npz") as exact:
         latents, audio = exact["latents"], exact["audio"]
-    result = {"model": model, "streams": streams, "patches": patches}
+    result = {"model": model, "streams": streams, "patches": patches, "tensor_parallel": tensor_parallel}
     for name in names:
         with np.load(out / f"{name}.npz") as made:
             noise = float(np.square(made["audio"] - audio).mean())
@@ -186,18 +208,21 @@ def main(
     (out / "precision.json").write_text(json.dumps(result, indent=1))
 
 
-def measure_part(part: str, model: str, jobs: list[Job], out: Path) -> dict[str, np.ndarray]:
+def measure_part(part: str, model: str, jobs: list[Job], gpus: int, out: Path) -> dict[str, np.ndarray]:
     """What one process computes."""
+    temperature = 1.0 if gpus == 1 else 0.0  # of several processes only the first could be given other noise
     if part == "float32":
         settings = {"dtype": "float32", "attention": "sdpa", "enforce_eager": True}
-        latents, audio = engine_speaks(model, jobs, None, **settings)
+        latents, audio = engine_speaks(model, jobs, None, temperature, **settings)
         return {"latents": latents, "audio": audio}
     with np.load(out / "float32.npz") as exact:
         fed = exact["latents"]
     if part == "nano":
-        latents, audio = nano_speaks(model, jobs, fed)
+        latents, audio = nano_speaks(model, jobs, fed, temperature, gpus)
     else:
-        latents, audio = engine_speaks(model, jobs, fed)[0], engine_vocodes(model, fed)
+        forced = fed if gpus == 1 else None
+        latents, _ = engine_speaks(model, jobs, forced, temperature, tensor_parallel_size=gpus)
+        audio = engine_vocodes(model, fed)
     return {"latents": latents, "audio": audio}
 
 

@@ -154,6 +154,7 @@ class Scripted(drivers.Driver):
         pass
 
 
+@pytest.mark.alone
 def test_a_closed_loop_discards_its_warm_up_and_counts_failures():
     # Requests 0 to 3 are the warm-up; the fault of the first must not be seen.
     faults = {1: RuntimeError("warm-up"), 4: drivers.Refused("UNAVAILABLE: full"), 6: ValueError("bad"), 9: None}
@@ -171,6 +172,7 @@ def test_a_closed_loop_discards_its_warm_up_and_counts_failures():
     assert row["cached_tokens"] is None
 
 
+@pytest.mark.alone
 def test_an_open_loop_does_not_wait_for_the_engine():
     driver = Scripted({})
     plan = load.Plan(Range(14, 14), Range(2, 2), seconds=1, streams=8, timeout_s=5, seed=0)
@@ -181,6 +183,7 @@ def test_an_open_loop_does_not_wait_for_the_engine():
     assert row["refused"] == row["errors"] == row["timeouts"] == row["underrun"] == 0
 
 
+@pytest.mark.alone
 def test_a_burst_is_told_apart_from_the_streams_beside_it():
     driver = Scripted({number: drivers.Refused("UNAVAILABLE: full") for number in range(5 + 32, 5 + 32 + 5)})
     plan = load.Plan(Range(14, 14), Range(2, 2), seconds=1, streams=8, timeout_s=5, seed=0)
@@ -318,3 +321,9 @@ def test_precision_on_a_cpu(tmp_path):
     assert result.returncode == 0, result.stderr
     found = json.loads((tmp_path / "precision.json").read_text())["engine"]
     assert found == {"error": 0.0, "first_patch_error": 0.0, "vae_snr_db": None}
+
+    # On two processes sums are made in another order.
+    result = run("benchmark/precision.py", "models/small", *options, "--tensor-parallel=2", CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 0, result.stderr
+    found = json.loads((tmp_path / "precision.json").read_text())["engine"]
+    assert 0 < found["error"] < 1e-4

