@@ -12,6 +12,8 @@ class RequestError(Exception):
     """
 
     def __init__(self, code: ErrorCode, message: str) -> None:
+        # A name out of a file or of the system may hold half of a surrogate pair, which no client could be sent.
+        message = message.encode("utf-8", "backslashreplace").decode()
         super().__init__(f"{code}: {message}")
         self.code: ErrorCode = code
         self.message = message

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from safetensors.numpy import save
 
 from dq_engine.atomic_folder import AtomicFolder
@@ -27,6 +28,7 @@ from dq_engine.request import Request, check_latents, check_text
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SUFFIX = ".safetensors"
+_TENSORS = ("reference_latents", "prompt_latents")
 _MAX_FILE_BYTES = 8 * 2**20
 _MAX_HEADER_BYTES = 2**20
 _CACHE_BYTES = 256 * 2**20
@@ -146,19 +148,19 @@ class VoiceStore:
                 size = os.fstat(handle).st_size
                 length = min(int.from_bytes(os.read(handle, 8), "little"), _MAX_HEADER_BYTES)
                 header = json.loads(os.read(handle, length))
-            voice = json.loads(header["__metadata__"]["voice"])
-            return {
-                "name": name,
-                "reference_frames": header["reference_latents"]["shape"][0] if "reference_latents" in header else 0,
-                "prompt_frames": header["prompt_latents"]["shape"][0] if "prompt_latents" in header else 0,
-                "prompt_text": voice["prompt_text"],
-                "created": voice["created"],
-                "bytes": size,
-            }
+            prompt_text, created = _about(header["__metadata__"], field)
+            tensors = [header.get(kind, {"dtype": "F32", "shape": [0]}) for kind in _TENSORS]
+            frames = [tensor["shape"][0] for tensor in tensors]
+            if not all(type(count) is int and 0 <= count <= _MAX_FILE_BYTES for count in frames):
+                raise ValueError("no numbers of frames")
+            if any(tensor["dtype"] != "F32" for tensor in tensors):
+                raise invalid(field, "its latents are not float32")
+            described = {"name": name, "reference_frames": frames[0], "prompt_frames": frames[1]}
+            return described | {"prompt_text": prompt_text, "created": created, "bytes": size}
         except RequestError as error:
             if error.code == "NOT_FOUND":
                 raise _not_found(name, field) from None
-            raise
+            raise RequestError("INTERNAL", f'{field}: the stored voice "{name}" is damaged: {error.message}') from None
         except (ValueError, KeyError, TypeError, IndexError, RecursionError):
             raise RequestError("INTERNAL", f'{field}: the stored voice "{name}" is damaged') from None
 
@@ -180,7 +182,7 @@ class VoiceStore:
         """
         self.check_new(name)
         self._check_content(reference_latents, prompt_latents, prompt_text)
-        tensors = {"reference_latents": reference_latents, "prompt_latents": prompt_latents}
+        tensors = dict(zip(_TENSORS, (reference_latents, prompt_latents), strict=True))
         tensors = {key: np.ascontiguousarray(value, np.float32) for key, value in tensors.items() if value is not None}
         created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         data = save(tensors, {"voice": json.dumps({"version": 1, "prompt_text": prompt_text, "created": created})})
@@ -246,15 +248,10 @@ class VoiceStore:
 
     def _load(self, name: str, data: bytes, field: str) -> Voice:
         tensors, metadata = load_tensors(data, name, field)
-        arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
-        reference, prompt = arrays.get("reference_latents"), arrays.get("prompt_latents")
-        try:
-            about = json.loads(metadata["voice"])
-            prompt_text, created = about["prompt_text"], about["created"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise invalid(field, "its metadata is not that of a voice") from None
-        if not isinstance(prompt_text, str | None):
-            raise invalid(field, "its metadata is not that of a voice")
+        prompt_text, created = _about(metadata, field)
+        if any(tensor.dtype != torch.float32 for tensor in tensors.values()):
+            raise invalid(field, "its latents are not float32")
+        reference, prompt = (tensors[kind].numpy() if kind in tensors else None for kind in _TENSORS)
         self._check_content(reference, prompt, prompt_text, field)
         return Voice(name, reference, prompt, prompt_text, created)
 
@@ -272,6 +269,25 @@ class VoiceStore:
             return (self._folder.path / (name + _SUFFIX)).lstat().st_size
         except FileNotFoundError:  # deleted by hand just now
             return 0
+
+
+def _about(metadata: dict[str, str], field: str) -> tuple[str | None, str]:
+    """Prompt text and time of creation, out of a file's metadata.
+
+    Raises:
+        RequestError: INVALID_ARG, they are not what a voice has.
+    """
+    try:
+        about = json.loads(metadata["voice"])
+        prompt_text, created = about["prompt_text"], about["created"]
+        datetime.datetime.fromisoformat(created)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise invalid(field, "its metadata is not that of a voice") from None
+    if prompt_text is not None:
+        if not isinstance(prompt_text, str):
+            raise invalid(field, "its metadata is not that of a voice")
+        check_text(field, prompt_text)
+    return prompt_text, created
 
 
 def _check_name(name: str, field: str) -> None:

@@ -250,6 +250,7 @@ def huge() -> bytes:
         (saved(Harm()), "is damaged, or holds more than tensors"),
         (saved({"state_dict": Harm()}), "is damaged, or holds more than tensors"),
         (saved({"state_dict": {f"{Q}.lora_A": [1, 2]}}), "no tensor of float32, float16 or bfloat16"),
+        (saved({"\ud800.lora_A": torch.zeros(3)}), '"\\ud800.lora_A" is for no layer that takes adapters'),
         (saved([torch.zeros(3)]), "must hold tensors by name"),
         (saved({3: torch.zeros(3)}), "must hold tensors by name"),
         (saved({f"{Q}.lora_A": torch.zeros(4, 64).to_sparse()}), "no tensor of float32, float16 or bfloat16"),

@@ -10,7 +10,7 @@ from dq_engine.audio.output import OutputEncoder
 from dq_engine.errors import RequestError
 from dq_engine.request import Chunk
 from dq_engine.serving import outbox as outbox_module
-from dq_engine.serving.messages import Audio, Failed, Finished, Heartbeat
+from dq_engine.serving.messages import Audio, Failed, Finished, Heartbeat, Result, decode_from_worker, encode
 from dq_engine.serving.outbox import Outbox, OutgoingStream
 
 
@@ -57,6 +57,26 @@ def test_an_open_road_takes_every_chunk_in_order():
     last = road.messages[-1]
     assert isinstance(last, Finished)
     assert (last.finish_reason, last.stats, last.latents) == ("stop", STATS, None)
+
+
+@pytest.mark.parametrize("value", ["\ud800", 2**64, object()], ids=["no Unicode", "a large number", "no type of ours"])
+def test_an_answer_that_cannot_be_sent_is_the_callers_trouble_alone(value):
+    sent = []
+    outbox = Outbox(lambda message: sent.append(decode_from_worker(encode(message))))
+    outbox.post(Result(7, {"a": value}))
+    outbox.post(Result(8, {"a": 1}))
+    outbox.close()
+    assert sent == [Failed(7, "INTERNAL", "the answer cannot be sent; the log tells why"), Result(8, {"a": 1})]
+
+
+def test_every_error_can_be_sent():
+    sent = []
+    outbox = Outbox(lambda message: sent.append(decode_from_worker(encode(message))))
+    error = RequestError("INTERNAL", "the file \ud800x")
+    outbox.put(_stream(), Chunk(NOTHING, error=error))
+    outbox.close()
+    assert sent == [Failed(1, "INTERNAL", "the file \\ud800x")]
+    assert str(error) == "INTERNAL: the file \\ud800x"
 
 
 def test_a_busy_road_joins_what_gathers_per_stream():

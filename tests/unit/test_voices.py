@@ -1,19 +1,24 @@
 """Stored voices on disk: what is kept, refused, shared by replicas, and left by writers that are ended at any point."""
 
+import json
 import multiprocessing
 import os
 import random
 import signal
 import stat
+import struct
 import threading
 import time
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save
 
 from dq_engine import atomic_folder
 from dq_engine.errors import RequestError
 from dq_engine.request import Request
+from dq_engine.serving.messages import Result, encode
 from dq_engine.voices import VoiceStore
 
 REFERENCE = np.arange(8 * 64, dtype=np.float32).reshape(8, 64) / 100
@@ -221,6 +226,42 @@ def test_damaged_files_are_told_of_and_harm_nobody(store, tmp_path, damage):
     store.delete("ann")
     store.register("ann", REFERENCE)
     assert (store.get("ann").reference_latents == REFERENCE).all()
+
+
+ABOUT = {"version": 1, "prompt_text": None, "created": "2026-11-30T13:00:00+00:00"}
+HOSTILE = {
+    "a huge shape": ({"shape": [10**30, 64]}, ABOUT),
+    "a shape of something else": ({"shape": [{"a": [1]}, 64]}, ABOUT),
+    "no shape": ({"shape": []}, ABOUT),
+    "half of a surrogate pair": ({}, ABOUT | {"prompt_text": "\ud800"}),
+    "a long text": ({}, ABOUT | {"prompt_text": "a" * 500_000}),
+    "a text that is none": ({}, ABOUT | {"prompt_text": ["a"]}),
+    "no time": ({}, ABOUT | {"created": "\ud800"}),
+    "a time that is none": ({}, ABOUT | {"created": {"a": 1}}),
+}
+
+
+@pytest.mark.parametrize(("tensor", "about"), HOSTILE.values(), ids=HOSTILE)
+def test_hostile_files_are_told_of_in_words_that_can_be_sent(store, tmp_path, tensor, about):
+    data = np.zeros((4, 64), np.float32).tobytes()
+    tensor = {"dtype": "F32", "shape": [4, 64], "data_offsets": [0, len(data)]} | tensor
+    header = json.dumps({"__metadata__": {"voice": json.dumps(about)}, "reference_latents": tensor}).encode()
+    (tmp_path / "voices" / "ann.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
+    told = 'the stored voice "ann" is damaged'
+    assert refusal(store.get, "ann").startswith(f"INTERNAL: voice: {told}")
+    assert refusal(store.describe, "ann").startswith(f"INTERNAL: name: {told}")
+    (described,) = store.describe_all()
+    assert (described["name"], sorted(described)) == ("ann", ["error", "name"])
+    assert len(encode(Result(1, described))) < 400
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64])
+def test_latents_of_another_type(store, tmp_path, dtype):
+    data = save({"reference_latents": torch.zeros(8, 64, dtype=dtype)}, {"voice": json.dumps(ABOUT)})
+    (tmp_path / "voices" / "ann.safetensors").write_bytes(data)
+    for look, field in (store.get, "voice"), (store.describe, "name"):
+        message = f'INTERNAL: {field}: the stored voice "ann" is damaged: {field}: its latents are not float32'
+        assert refusal(look, "ann") == message
 
 
 def test_other_files_in_the_folder_are_left_alone(store, tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 from dq_engine.audio.output import OutputEncoder
 from dq_engine.errors import RequestError
 from dq_engine.request import Chunk
-from dq_engine.serving.messages import Audio, Failed, Finished, FromWorker, StreamMessage
+from dq_engine.serving.messages import Audio, Failed, Finished, FromWorker, Result, StreamMessage
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Outbox:
                 if isinstance(item, OutgoingStream):
                     samples, last = self._take(item)
             if not isinstance(item, OutgoingStream):
-                self._send(item)
+                self._send_or_fail(item)
                 continue
             message = self._message(item, samples, last)
             self._send(message)
@@ -123,6 +123,16 @@ class Outbox:
                 if item.in_hand:
                     self._line.append(item)
                     self._condition.notify()
+
+    def _send_or_fail(self, message: FromWorker) -> None:
+        """Send a message or, if it is the answer to a call and holds what cannot be sent, that."""
+        try:
+            self._send(message)
+        except (ValueError, TypeError, OverflowError, RuntimeError):  # no Unicode, a number beyond 64 bits, ...
+            if not isinstance(message, Result):
+                raise
+            logger.exception("an answer cannot be sent")
+            self._send(Failed(message.id, "INTERNAL", "the answer cannot be sent; the log tells why"))
 
     def _take(self, stream: OutgoingStream) -> tuple[list[np.ndarray], Chunk | None]:
         """What a stream's next message holds: all that waits, but the first chunk by itself."""
