@@ -20,8 +20,7 @@ LONGEST_WORD_S = 0.9
 SAME_AUDIO = 1e-3
 ONE_LEVEL = 0.1
 """What a value that rounding takes to the quantizer's next level may change in the samples, see
-tests/quality/test_rounding.py; a stream that got another's data, or began on another's state, is farther off or does
-not end where it should."""
+tests/quality/test_rounding.py; a stream that got another's data is farther off, or does not end where it should."""
 
 
 @dataclass(frozen=True)
