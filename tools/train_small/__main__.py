@@ -29,7 +29,8 @@ def data(
     free: Annotated[int, typer.Option(min=0, help="free sentences")] = 20_000,
     seed: Seed = 1,
     voice: Annotated[
-        list[str] | None, typer.Option(help="in turn, as often as named; for an adapter one alone; by default slt, rms, awb")
+        list[str] | None,
+        typer.Option(help="in turn, as often as named; for an adapter one alone; by default slt, rms, awb"),
     ] = None,
     held_out: Annotated[bool, typer.Option(help="sentences that are not trained on")] = False,
     processes: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,

@@ -30,8 +30,8 @@ CONFIG = {
 _FIGURES = ("mel", "linear", "complex", "wave")
 _BEGINS = 0.4
 """Share of the batches whose crops begin where sentences do, as every stream does."""
-_ONSET, _ONSET_WEIGHT = 480, 0.5
-"""Samples at 48 kHz of a stream's beginning, 10 ms, that count once more: the spectra hardly see a click there."""
+_ONSET, _ONSET_WEIGHT = 144, 4.0
+"""Samples at 48 kHz of a stream's beginning, 3 ms, that count once more: the spectra hardly see a click there."""
 _FOOLING, _FEATURES = 1 / 15, 2 / 15
 """Weights beside the reconstruction's 1; the proportions of the Descript audio codec (Kumar and others, 2023)."""
 
@@ -191,7 +191,7 @@ def _distance(
     """The reconstruction's losses after the frames that come before the crop; of a stream's beginning its onset too."""
     made, target = made[..., RATIO * lead * FRAME :], target[..., RATIO * lead * FRAME :]
     parts = losses(made, target)
-    onset = (made - target)[..., :_ONSET].abs().mean() / target.abs().mean()
+    onset = (made - target)[..., :_ONSET].square().mean().sqrt() / target.square().mean().sqrt()
     return parts if lead else parts | {"loss": parts["loss"] + _ONSET_WEIGHT * onset}
 
 
