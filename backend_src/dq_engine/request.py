@@ -75,8 +75,9 @@ class Request:
         if self.has_prompt != (self.prompt_text is not None):
             missing, given = ("prompt_text", "prompt audio") if self.has_prompt else ("prompt_audio", "prompt_text")
             raise invalid(missing, f"is required with {given}: a prompt is a recording and its words")
-        if self.prompt_text is not None:
-            check_text("prompt_text", self.prompt_text)
+        for field in ("prompt_text", "voice", "lora"):
+            if (text := getattr(self, field)) is not None:
+                check_text(field, text)
         for kind in ("prompt", "reference"):
             audio, latents = getattr(self, f"{kind}_audio"), getattr(self, f"{kind}_latents")
             if audio is not None and latents is not None:

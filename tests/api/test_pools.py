@@ -212,6 +212,7 @@ def latents(frames: int = 8, seed: int = 0) -> bytes:
             "INVALID_ARG: prompt_id: cannot be combined with prompt_latents or prompt_text",
         ),
         ({"lora_name": "x"}, 'NOT_FOUND: lora_name: there is no registered adapter named "x"'),
+        ({"lora_name": "\ud800"}, "INVALID_ARG: lora_name: has the control character U+D800 at position 0"),
     ],
 )
 def test_a_wrong_call_is_a_value_error(pool, parameters, message):

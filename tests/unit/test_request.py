@@ -24,6 +24,8 @@ LATENTS = np.zeros((8, 64), np.float32)
         ({"prompt_text": "y"}, "prompt_audio: is required with prompt_text"),
         ({"prompt_latents": LATENTS}, "prompt_text: is required with prompt audio"),
         ({"prompt_text": "", "prompt_latents": LATENTS}, "prompt_text: is empty"),
+        ({"voice": "a\ud800"}, "voice: has the control character U+D800 at position 1"),
+        ({"lora": "a\ud800"}, "lora: has the control character U+D800 at position 1"),
         ({"reference_audio": b""}, "reference_audio: is empty"),
         ({"reference_audio": b"x", "reference_latents": LATENTS}, "reference_latents: cannot be combined"),
         (
