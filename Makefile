@@ -16,7 +16,7 @@ TORCH_INDEX ?=
 TEXT ?=
 REFERENCE ?=
 OUT ?=
-# Of the tests: PYTEST='tests/server -k cancel' runs some of them
+# Of the tests: PYTEST='tests/server -k cancel' runs some of them, one after the other
 PYTEST ?=
 # Of test-nano: a version of nano-vllm-voxcpm
 NANO ?= 2.0.4
@@ -57,11 +57,19 @@ demo: setup
 serve: setup
 	@exec docker/entrypoint.sh
 
-test: setup-test
-	$(python) -m pytest -m "not slow" $(PYTEST)
-
-test-all: setup-test
-	$(python) -m pytest $(PYTEST)
+# Two files at a time, a core each; then, whatever came of them, the tests that need the machine for themselves. With a GPU
+# one file at a time: each engine takes most of its memory.
+test: which := not slow
+test-all: which := slow or not slow
+test test-all: setup-test
+ifeq ($(strip $(PYTEST) $(shell command -v nvidia-smi)),)
+	@failed=0; \
+	OMP_NUM_THREADS=1 $(python) -m pytest --numprocesses 2 --dist loadfile -m "($(which)) and not alone" || failed=1; \
+	$(python) -m pytest -m "($(which)) and alone" || failed=1; \
+	exit $$failed
+else
+	$(python) -m pytest -m "$(which)" $(PYTEST)
+endif
 
 test-nano: setup-test
 	$(python) -m pip install --quiet --upgrade --no-deps --target build/nano-$(NANO) nano-vllm-voxcpm==$(NANO)

@@ -54,6 +54,7 @@ def test_what_is_missing_on_the_system_is_named_with_one_line_to_install_it(clon
     assert f"sudo apt-get install -y python{version}-venv libpython{version}\n" in said
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("what", ["server", "test"])
 def test_a_second_set_up_costs_less_than_a_second(what):
     began = time.monotonic()

@@ -15,6 +15,8 @@ import pytest
 from talk import LABELS, LONG, TEXT, Talk, active_streams, metrics, samples, speak, wait_until
 from triton_server import ROOT, TritonServer
 
+pytestmark = pytest.mark.alone
+
 GONE_S = 4.0  # the gauge is set once a second
 
 

@@ -16,6 +16,8 @@ from talk import LONG, MEDIUM, TEXT, Talk, active_streams, inputs, speak, wait_u
 from triton_server import ROOT, ServerError, TritonServer
 from tritonclient.utils import InferenceServerException
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture
 def server():

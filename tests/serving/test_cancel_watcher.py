@@ -7,6 +7,8 @@ import pytest
 
 from dq_engine.serving.cancel_watcher import ROUND_S, CancelWatcher
 
+pytestmark = pytest.mark.alone
+
 
 class Stream:
     def __init__(self) -> None:

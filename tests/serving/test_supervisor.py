@@ -20,6 +20,8 @@ from dq_engine.request import Request
 from dq_engine.serving.messages import Audio, Failed, Finished
 from dq_engine.serving.supervisor import STOP_S, Supervisor, WorkerStartError
 
+pytestmark = pytest.mark.alone
+
 
 def _worker_pids() -> list[int]:
     return [p.pid for p in psutil.Process().children() if "dq_engine.serving.worker" in " ".join(p.cmdline())]

@@ -14,6 +14,8 @@ from reference.recordings import write_voice
 from triton_server import ROOT, TritonServer
 from tritonclient.utils import InferenceServerException
 
+pytestmark = pytest.mark.alone
+
 CLIENTS, ROUNDS = 16, 60
 MARKS = ("voxcpm2/1/model.py", "voxcpm2_encode/1/model.py", "voxcpm2_admin/1/model.py", "dq_engine.serving.worker")
 

@@ -24,6 +24,8 @@ import tritonclient.grpc as grpcclient
 from observed import ObservedServer, is_idle, wait_until
 from triton_server import ROOT
 
+pytestmark = pytest.mark.alone
+
 NOTICED_S = 0.25
 SLOTS = 2
 WAITING = 4

@@ -12,6 +12,8 @@ from contract_inputs import inputs
 from observed import ObservedServer, Use, is_idle, wait_until
 from reference.checkpoints import SHAPES, make_checkpoint
 
+pytestmark = pytest.mark.alone
+
 WARM_UP, REQUESTS, CLIENTS = 2_000, 10_000, 16
 SAMPLES_PER_PATCH = 480  # of this checkpoint
 MOST_GROWTH_MIB = 16.0  # seen: below 3

@@ -18,6 +18,8 @@ from clients import CLIENTS_OF_A_PROCESS, KNOWN, Findings, connect, hear, storm
 from observed import ObservedServer, is_idle, wait_until
 from triton_server import ROOT
 
+pytestmark = pytest.mark.alone
+
 CLIENTS, PROCESSES = 64, 4
 KILL_EVERY_S = 3.0
 # Seen: up to 12 in the worker, 19 in tritonserver. What the worker's allocator keeps for later is not counted (`trim`):

@@ -15,6 +15,8 @@ from clients import Answer, connect, hear, responses
 from observed import ObservedServer, is_idle, wait_until
 from triton_server import ROOT
 
+pytestmark = pytest.mark.alone
+
 SETTINGS = {"DQ_ENGINE_MAX_NUM_SEQS": "2", "DQ_ENGINE_REALTIME": "0", "DQ_ENGINE_STEP_TIMEOUT_S": "2"}
 LONG = {"text": clients.TEXTS[0], "min_generate_length": 580, "max_generate_length": 600}
 LOST = "INTERNAL: the engine worker 0 died; its streams are lost"
