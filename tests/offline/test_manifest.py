@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dq_engine.offline.manifest import Item, ManifestError, Row, fingerprint, read_manifest
+from dq_engine.offline.manifest import Item, ManifestError, Row, fingerprint, read_manifest, versions
 
 
 def items(folder: Path, name: str, content: str | bytes, ignored: tuple[str, ...] = ()) -> list[Item]:
@@ -40,6 +40,9 @@ def test_tables(tmp_path, name, comma):
         ("m.jsonl", "[1]", "is no JSON object"),
         ("m.jsonl", '"text"', "is no JSON object"),
         ("m.jsonl", "[" * 100_000, "is no JSON: "),
+        ("m.jsonl", '{"id": "a", "text": "\\ud800"}', "holds half of a surrogate pair, which is no text"),
+        ("m.jsonl", '{"id": "a", "text": "b", "\\udfff": 1}', "holds half of a surrogate pair, which is no text"),
+        ("m.jsonl", '{"id": true, "text": "b"}', "Expected `str`, got `bool` - at `$.id`"),
         ("m.csv", "id,text\na,b,c", "has more cells than there are columns"),
         ("m.csv", "id,text,seed\na,b,x", "Expected `int | null`, got `str` - at `$.seed`"),
     ],
@@ -81,13 +84,22 @@ def test_manifests_that_cannot_be_read(tmp_path, name, content, message):
 
 
 def test_a_fingerprint_tells_text_settings_and_recordings_apart(tmp_path):
-    row = Row(id="a", text="one", reference="r.wav")
-    prints = [fingerprint(row, tmp_path, {"model": "m"})]
-    (tmp_path / "r.wav").write_bytes(b"1")
-    prints.append(fingerprint(row, tmp_path, {"model": "m"}))
-    assert fingerprint(row, tmp_path, {"model": "m"}) == prints[-1]
-    (tmp_path / "r.wav").write_bytes(b"12")
-    prints.append(fingerprint(row, tmp_path, {"model": "m"}))
-    prints.append(fingerprint(row, tmp_path, {"model": "n"}))
-    prints.append(fingerprint(Row(id="a", text="two", reference="r.wav"), tmp_path, {"model": "m"}))
+    row = Row(id="a", text="one", reference="r.wav", voice="ann", seed=10**40)
+    prints = [fingerprint(row, tmp_path, tmp_path, ["m"])]
+    for file in "r.wav", "ann.safetensors":
+        for data in b"1", b"12":
+            (tmp_path / file).write_bytes(data)
+            prints.append(fingerprint(row, tmp_path, tmp_path, ["m"]))
+    assert fingerprint(row, tmp_path, tmp_path, ["m"]) == prints[-1]
+    prints.append(fingerprint(row, tmp_path, tmp_path, ["n"]))
+    prints.append(fingerprint(row, tmp_path, None, ["m"]))
+    prints.append(fingerprint(Row(id="a", text="two", reference="r.wav"), tmp_path, tmp_path, ["m"]))
     assert len(set(prints)) == len(prints)
+
+
+def test_versions_of_a_folder_and_of_nothing(tmp_path):
+    (tmp_path / "b").write_bytes(b"12")
+    (tmp_path / "a").write_bytes(b"")
+    assert [(name, size) for name, size, _ in versions(tmp_path)] == [("a", 0), ("b", 2)]
+    assert versions(tmp_path / "b") == versions(tmp_path)[1:]
+    assert versions(tmp_path / "nothing") == versions(tmp_path / "a\0b") == []

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from dq_engine.config import EngineConfig
 from dq_engine.errors import CheckpointError, RequestError
-from dq_engine.offline.manifest import Item, ManifestError, fingerprint, read_manifest
+from dq_engine.offline.manifest import Item, ManifestError, fingerprint, read_manifest, versions
 from dq_engine.offline.results import Results, ResultsError
 
 _DAY_S = 24 * 3600.0
@@ -65,6 +65,12 @@ def _config(model: str | None, lora: list[str]) -> EngineConfig:
     return config if model is None else config.model_copy(update={"model": model})
 
 
+def _adapter(pair: str) -> tuple[str, Path]:
+    """Name and path, of NAME=PATH."""
+    name, _, path = pair.partition("=")
+    return name, Path(path or name).resolve()
+
+
 def _with_seed(item: Item, seed: int | None) -> Item:
     if item.row is None or item.row.seed is not None:
         return item
@@ -82,9 +88,11 @@ def _speak(
     Returns:
         What ended it before its time, if anything did.
     """
-    made_by = {"model": config.model, "inference_timesteps": config.inference_timesteps, "lora": lora}
+    adapters = [[pair, versions(_adapter(pair)[1])] for pair in lora]
+    made_by = [config.model, versions(Path(config.model).expanduser()), config.inference_timesteps, adapters]
+    voices = Path(config.voices_dir).expanduser() if config.voices_dir else None
     rows = [item for item in items if item.row is not None]
-    prints = {item.line: fingerprint(item.row, folder, made_by) for item in rows}
+    prints = {item.line: fingerprint(item.row, folder, voices, made_by) for item in rows}
     todo = [item for item in rows if not results.is_done(item.id, prints[item.line])]
     if not todo:
         typer.echo(f"nothing to speak: {len(rows)} done before, {len(errors)} failed")
@@ -99,8 +107,8 @@ def _speak(
         for item in todo:
             results.discard(item.id)
         with DqCoreEngine(config) as engine:
-            for name, _, path in (pair.partition("=") for pair in lora):
-                engine.register_lora(name, Path(path or name).resolve())
+            for pair in lora:
+                engine.register_lora(*_adapter(pair))
             began = time.monotonic()
             with tqdm(total=len(todo), unit=" items", mininterval=0.5) as bar:
                 for outcome in speak_all(engine, todo, folder):

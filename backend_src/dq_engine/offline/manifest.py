@@ -93,7 +93,10 @@ def _json_lines(file) -> Iterator[tuple[int, Fields, bool]]:
             continue
         try:
             fields = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+            json.dumps(fields, ensure_ascii=False).encode()
+        except UnicodeEncodeError:  # "\ud800"
+            yield line, "holds half of a surrogate pair, which is no text", False
+        except (ValueError, RecursionError) as error:
             yield line, f"is no JSON: {error}", False
         else:
             yield line, fields if isinstance(fields, dict) else "is no JSON object", False
@@ -115,7 +118,7 @@ def _item(line: int, fields: Fields, is_text: bool, ignored: frozenset[str]) -> 
     absent = (None, "") if is_text else (None,)
     given = {k: v for k, v in fields.items() if k not in ignored and (v not in absent or k in ("id", "text"))}
     id = given.get("id")
-    if isinstance(id, int):
+    if type(id) is int:
         given["id"] = id = str(id)
     shown = id if isinstance(id, str) else ""
     try:
@@ -128,18 +131,25 @@ def _item(line: int, fields: Fields, is_text: bool, ignored: frozenset[str]) -> 
     return Item(line, shown, row)
 
 
-def fingerprint(row: Row, folder: Path, settings: dict) -> str:
+def fingerprint(row: Row, folder: Path, voices: Path | None, settings: list) -> str:
     """What an item's audio is made from, so that a change of it is noticed when a run goes on.
 
     Args:
-        settings: of the engine, those that the audio depends on.
+        folder: of the recordings.
+        voices: folder of the stored voices.
+        settings: of the engine, those that the audio depends on; anything that JSON knows.
     """
-    recordings = []
-    for name in (row.reference, row.prompt):
-        if name is not None:
-            try:
-                status = (folder / name).stat()
-                recordings.append([status.st_size, status.st_mtime_ns])
-            except (OSError, ValueError):
-                recordings.append(None)
-    return hashlib.sha256(msgspec.json.encode([row, recordings, settings])).hexdigest()[:32]
+    files = [versions(folder / name) for name in (row.reference, row.prompt) if name is not None]
+    if voices is not None and row.voice is not None:
+        files.append(versions(voices / f"{row.voice}.safetensors"))
+    made_from = [msgspec.structs.asdict(row), files, settings]
+    return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]
+
+
+def versions(path: Path) -> list:
+    """Size and time of a file, or of all files in a folder; nothing of what is not there."""
+    try:
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    except (OSError, ValueError):  # ValueError: a NUL in the name
+        return []
