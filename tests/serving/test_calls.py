@@ -59,6 +59,14 @@ def test_errors_of_calls(supervisor):
     assert supervisor.call("snapshot", {}, None, 30, worker=0).value["slots"] == 4
 
 
+def test_a_call_that_cannot_be_sent_is_not_waited_for(supervisor):
+    (slot,) = supervisor._slots
+    before = dict(slot.worker._streams)
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        supervisor.call("get_voice", {"name": "\ud800"}, None, 5.0)
+    assert slot.worker._streams == before
+
+
 def test_a_call_that_takes_too_long_is_given_up(supervisor):
     worker = supervisor._slots[0].worker
     os.kill(worker.process.pid, signal.SIGSTOP)

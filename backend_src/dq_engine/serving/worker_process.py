@@ -26,7 +26,6 @@ from dq_engine.serving.messages import (
     Shutdown,
     StreamMessage,
     Submit,
-    ToWorker,
     encode,
 )
 
@@ -108,14 +107,16 @@ class WorkerProcess:
 
         Raises:
             RequestError: UNAVAILABLE; then `on_message` is not called.
+            ValueError: it holds text that is no Unicode; likewise.
         """
+        data = encode(message)
         with self._lock:
             if self._streams is None:
                 raise RequestError("UNAVAILABLE", "the engine worker has just ended; it is being restarted")
             if len(self._streams) >= MAX_STREAMS:
                 raise RequestError("UNAVAILABLE", f"the engine worker has {MAX_STREAMS} requests already")
             self._streams[message.id] = _Stream(on_message, routing.StreamProgress(expected_s))
-        if not self._send(message):
+        if not self._send(data):
             with self._lock:
                 answered = self._streams is None or self._streams.pop(message.id, None) is None
             if not answered:
@@ -144,7 +145,7 @@ class WorkerProcess:
         with self._lock:
             known = self._streams is not None and id in self._streams
         if known:
-            self._send(Cancel(id))
+            self._send(encode(Cancel(id)))
 
     def forget(self, id: int) -> None:
         """Nobody waits for the answer to a call any more."""
@@ -154,7 +155,7 @@ class WorkerProcess:
 
     def shut_down(self) -> None:
         """Ask it to end; streams that run are answered first."""
-        self._send(Shutdown())
+        self._send(encode(Shutdown()))
 
     def deliver(self, message: StreamMessage | Result, last: bool) -> None:
         """Give a message to its stream; one for a stream that is over is dropped."""
@@ -187,8 +188,7 @@ class WorkerProcess:
         for path in self._paths:
             path.unlink(missing_ok=True)
 
-    def _send(self, message: ToWorker) -> bool:
-        data = encode(message)
+    def _send(self, data: bytes) -> bool:
         with self._send_lock:
             try:
                 self._inbox.send(data)
