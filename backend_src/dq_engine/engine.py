@@ -24,7 +24,8 @@ from dq_engine.errors import RequestError, invalid
 from dq_engine.kv_cache import BlockPool
 from dq_engine.loading import Limits, Parts, load
 from dq_engine.loop import EngineLoop
-from dq_engine.lora.registry import NO_ADAPTERS, AdapterRegistry, Lease, parse_preload
+from dq_engine.lora.lease import Lease
+from dq_engine.lora.registry import NO_ADAPTERS, AdapterRegistry, parse_preload
 from dq_engine.model.checkpoint import read_config
 from dq_engine.pacing import Pacer
 from dq_engine.parallel.group import check_divisible

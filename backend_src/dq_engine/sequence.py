@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dq_engine.errors import RequestError, invalid
-from dq_engine.lora.registry import Lease
+from dq_engine.lora.lease import Lease
 from dq_engine.request import Request
 from dq_engine.stream import Stream
 

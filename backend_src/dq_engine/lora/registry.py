@@ -6,80 +6,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from dq_engine.errors import RequestError, invalid
 from dq_engine.lora.adapter_file import read_adapter
 from dq_engine.lora.layers import AdapterWeights, LoraLayers
+from dq_engine.lora.lease import Adapter, Lease
 from dq_engine.lora.loader import SlotLoader
 from dq_engine.nano import LoRARuntime
 
 NO_ADAPTERS = {"loras_registered": 0, "lora_slots": 0, "lora_loads": 0, "lora_evictions": 0}
 """What an engine without room for adapters counts, in the place of `AdapterRegistry.snapshot`."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-
-
-@dataclass(eq=False)
-class Adapter:
-    """One version of an adapter: what was registered under a name at one time.
-
-    Args:
-        name: as requests give it.
-        version: counts all registrations of an engine.
-        runtime_id: its number in nano-vllm-voxcpm's LoRA manager.
-        loaded: it is in its slot on the device.
-    """
-
-    name: str
-    version: int
-    weights: AdapterWeights
-    registered_at: float
-    runtime_id: int = -1
-    loaded: bool = False
-    error: RequestError | None = None
-    """Why it could not be loaded, the last time."""
-
-    @property
-    def key(self) -> bytes:
-        """What tells its KV blocks from all others'."""
-        return b"%d %s" % (self.version, self.name.encode())
-
-
-@dataclass(eq=False)
-class Lease:
-    """A stream's hold on an adapter, from its submission to its end. The adapter stays as it is meanwhile.
-
-    Args:
-        slot: the adapter's on the device, which stays there while a lease has it; -1 before `reserve`.
-    """
-
-    registry: "AdapterRegistry" = field(repr=False)
-    adapter: Adapter
-    slot: int = -1
-    released: bool = False
-
-    @property
-    def loaded(self) -> bool:
-        """Whether the adapter is in `slot`, so that steps may use it."""
-        return self.slot >= 0 and self.adapter.loaded
-
-    @property
-    def loading(self) -> bool:
-        """Whether it is on its way there."""
-        return self.slot >= 0 and not self.adapter.loaded and self.error is None
-
-    @property
-    def error(self) -> RequestError | None:
-        """Why it could not be loaded."""
-        return self.adapter.error if self.slot >= 0 else None
-
-    def reserve(self) -> bool:
-        """Get a slot and have the adapter loaded into it; False while all slots are in use by others.
-
-        To be called on the thread that launches steps.
-        """
-        return self.slot >= 0 or self.registry._reserve(self)
 
 
 class AdapterRegistry:
@@ -173,7 +111,7 @@ class AdapterRegistry:
             if (adapter := self._current.get(name)) is None:
                 raise RequestError("NOT_FOUND", f'lora: there is no registered adapter named "{name}"')
             self._runtime.on_sequence_enqueued(adapter.runtime_id)
-            return Lease(self, adapter)
+            return Lease(self._get_slot, adapter)
 
     def release(self, lease: Lease) -> None:
         """A stream is over."""
@@ -216,7 +154,7 @@ class AdapterRegistry:
             adapter = self._enter("", AdapterWeights(1, 1.0, {}, {}))
             self._runtime.on_sequence_enqueued(adapter.runtime_id)
             self._retire(adapter)
-            return Lease(self, adapter)
+            return Lease(self._get_slot, adapter)
 
     def snapshot(self) -> dict[str, int]:
         """Adapters that requests can name, slots, and the loads into slots and evictions from them so far."""
@@ -262,7 +200,7 @@ class AdapterRegistry:
             for slot in [slot for slot, owner in self._owners.items() if owner is adapter]:
                 del self._owners[slot]
 
-    def _reserve(self, lease: Lease) -> bool:
+    def _get_slot(self, lease: Lease) -> bool:
         with self._lock:
             adapter, runtime_id = lease.adapter, lease.adapter.runtime_id
             running = {e.adapter_id for e in self._runtime.list_loras() if e.gpu_running_ref_count}
