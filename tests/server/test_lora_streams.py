@@ -63,7 +63,12 @@ def test_each_stream_has_its_own_adapter(server):
             assert one == other or np.abs(together[one] - together[other]).max() > 0.1
 
 
-@pytest.mark.parametrize("name", ["ben", "", "Ann"])
+def test_a_name_that_is_none(server):
+    with Talk(server, FIELDS | {"lora": ""}) as talk:
+        assert talk.error() == "INVALID_ARG: lora: is empty"
+
+
+@pytest.mark.parametrize("name", ["ben", "Ann"])
 def test_an_adapter_that_is_not_there(server, name):
     with Talk(server, FIELDS | {"lora": name}) as talk:
         assert talk.error() == f'NOT_FOUND: lora: there is no registered adapter named "{name}"'
