@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from triton_server import TritonServer
 
 from dq_engine.config import EngineConfig
+from dq_engine.request import MAX_ENCODED_AUDIO_BYTES, MAX_TEXT_CHARACTERS
 
 ROOT = Path(__file__).resolve().parent.parent
 WRITTEN = ("HF_HOME", "DQ_ENGINE_VOICES_DIR")
@@ -200,6 +201,18 @@ def test_the_pages_links_and_settings_are_there():
     metrics = (ROOT / "docs/metrics.md").read_text()
     names = set(re.findall(r"voxcpm2_[a-z_]+(?=[`)\[{])", page)) - {"voxcpm2_admin"}
     assert names and [name for name in names if f"`{name}" not in metrics] == []
+
+
+def test_the_proxy_lets_the_largest_request_through():
+    """Not run here: there is no nginx. How deep JSON may be is in tests/server/test_bad_input.py."""
+    page = (ROOT / "docs/deploy.md").read_text()
+    limits = re.findall(r"client_(?:max_body|body_buffer)_size (\d+)m;", page)
+    texts = 3 * 4 * MAX_TEXT_CHARACTERS
+    assert len(limits) == 3 and all(int(limit) * 2**20 > 2 * MAX_ENCODED_AUDIO_BYTES + texts for limit in limits)
+    (brackets,) = re.findall(r"brackets\.length > (\d+)", page)
+    assert 3 * MAX_TEXT_CHARACTERS < int(brackets) == 20_000
+    models = re.findall(r"location = /v2/models/(\w+)/", page)
+    assert {*models} == {"voxcpm2", "voxcpm2_encode"} <= {path.name for path in (ROOT / "model_repository").iterdir()}
 
 
 @pytest.fixture(scope="module")
