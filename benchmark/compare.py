@@ -5,11 +5,12 @@
     python3 benchmark/compare.py CHECKPOINT --closed 1,64 --rates 20,40 --references 0,10 --out /tmp/compare
     python3 benchmark/compare.py CHECKPOINT --engines nano,engine,triton,triton-mp3
 
-Each engine is loaded in a process of its own (load.py), which ends before the next one starts. Into --out go
-compare.jsonl (every row as it is measured), compare.png and the engines' logs; the table comes last on the screen. For
-triton a tritonserver is started with --entrypoint, and load.py is its gRPC client in another process. An
-engine that fails, or takes longer than --engine-timeout, gets a row that says so, and the others still run. --resume
-measures only what an earlier run with the same options has not, --quick the rows that tell most, within 6 minutes.
+Each engine is loaded in a process of its own (load.py), which ends before the next one starts; for triton a
+tritonserver is started with --entrypoint, and load.py is its gRPC client in another process. Into --out go
+compare.jsonl (every row as it is measured), compare.md (as in the README), compare.png and the engines' logs; the table
+comes last on the screen. An engine that fails, or takes longer than --engine-timeout, gets a row that says so, and the
+others still run. --resume measures only what an earlier run with the same options has not, --quick the rows that tell
+most, within 6 minutes.
 """
 
 import json
@@ -38,7 +39,7 @@ from load import (
     counts,
 )
 from plots import plot
-from table import table
+from table import markdown, table
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tools"))
@@ -176,7 +177,8 @@ def main(
         )
         run_server(of_server, server, arguments, seed, out, engine_timeout)
     rows = [json.loads(line) for line in rows_path.read_text().splitlines()]
-    print(f"\n{table(rows, names)}\n\n{out}/compare.jsonl, compare.png; {time.monotonic() - began:.0f} s in all")
+    print(f"\n{table(rows, names)}\n\n{out}/compare.*; {time.monotonic() - began:.0f} s in all")
+    (out / "compare.md").write_text(markdown(rows, names) + "\n")
     plot(rows, names, out / "compare.png")
     if all(any(row["row"] == "failed" and row["engine"] == name for row in rows) for name in names):
         raise typer.Exit(1)

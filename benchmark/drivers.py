@@ -46,6 +46,8 @@ class Driver(abc.ABC):
 
     cached_tokens: int | None = None
     """Prompt tokens that came from a cache, over all streams so far; None where the engine does not tell."""
+    prefills: tuple[int, int] | None = None
+    """Steps of prompts that ran in a CUDA graph, and that did not; likewise."""
     lora_loads: int | None = None
     """Adapters loaded onto the device so far; likewise."""
 
@@ -164,6 +166,11 @@ class EngineDriver(Driver):
 
     async def register(self, name: str, path: str) -> None:
         await asyncio.to_thread(self._engine.register_lora, name, path)
+
+    @property
+    def prefills(self) -> tuple[int, int]:
+        snapshot = self._engine.snapshot()
+        return snapshot.get("prefill_graph_hits", 0), snapshot.get("prefill_graph_fallbacks", 0)
 
     @property
     def lora_loads(self) -> int:

@@ -153,7 +153,7 @@ async def measure_rows(driver: Driver, plan: Plan, mode: str, load: float, refer
 
     warm_up = Range(min(WARM_UP_PATCHES, plan.patches.low), min(WARM_UP_PATCHES, plan.patches.high))
     await at_once(driver, jobs(math.ceil(load), "warm-up", warm_up), plan.timeout_s)
-    cached_before = driver.cached_tokens
+    cached_before, prefills_before = driver.cached_tokens, driver.prefills
     groups: dict[tuple[str, float], list[StreamRecord]] = {}
     if mode == "closed":
         records, wall_s = [], 0.0
@@ -175,6 +175,9 @@ async def measure_rows(driver: Driver, plan: Plan, mode: str, load: float, refer
     for (name, its_load), records in groups.items():
         row = {"row": name, "load": its_load, "reference_s": reference_s, **figures(records, wall_s)}
         row["cached_tokens"] = None if cached_before is None else driver.cached_tokens - cached_before
+        if prefills_before is not None:
+            hits, fallbacks = (now - before for now, before in zip(driver.prefills, prefills_before, strict=True))
+            row["prefill_graph_hits"], row["prefill_graph_fallbacks"] = hits, fallbacks
         row["gpu_memory_mib"] = gpu_memory_mib()
         if messages := sorted({record.message for record in records if record.failure}):
             row["first_failure"] = messages[0][:300]

@@ -66,3 +66,26 @@ def _figures(row: dict) -> str:
 def _ratios(row: dict, base: dict) -> str:
     cells = [f"{row[name] / base[name]:.2f}x" if row[name] and base[name] else "-" for name in COLUMNS.values()]
     return "".join(cell.rjust(_WIDTH + 1) for cell in cells)
+
+
+def markdown(rows: list[dict], engines: list[str]) -> str:
+    """The same as a table of Markdown, `first → second → ...`, for a README; "-": not measured."""
+    lines = ["| load | TTFB p50 / p99, ms | ms a patch | audio s per s | ran dry |", "|---|---|---|---|---|"]
+    loads = dict.fromkeys(load_name(row) for row in rows if row["row"] in LOADS)
+    for load in loads:
+        own = {row["engine"]: row for row in rows if row["row"] in LOADS and load_name(row) == load}
+        cells = [[*_markdown_cells(own[name])] if name in own else ["-"] * 4 for name in engines]
+        lines.append(f"| {load} | " + " | ".join(" → ".join(column) for column in zip(*cells, strict=True)) + " |")
+    return "\n".join(lines)
+
+
+def _markdown_cells(row: dict) -> list[str]:
+    def shown(name: str, digits: int = 0) -> str:
+        return "never" if row[name] is None else f"{row[name]:.{digits}f}"
+
+    return [
+        f"{shown('ttfb_ms_p50')} / {shown('ttfb_ms_p99')}",
+        shown("patch_ms_p50", 1),
+        shown("audio_s_per_s"),
+        f"{100 * row['underrun']:.1f}%",
+    ]

@@ -241,6 +241,7 @@ def test_compare_on_a_cpu(tmp_path):
     shown = result.stdout[result.stdout.rindex("\nload") :]
     assert "4 at once" in shown and "never" in shown and "2/4" in shown
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "compare.md").read_text().splitlines()[2].startswith("| 1 at once | - → ")
 
     # Resumed: what is there stays as it is, and only the row that is missing is measured.
     lines = (tmp_path / "compare.jsonl").read_text().splitlines()
