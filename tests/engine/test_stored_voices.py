@@ -53,6 +53,22 @@ def test_its_reference_stays_in_the_kv_cache(engine):
     assert speak(engine, voice="reference", text="another text").stats["cached_tokens"] == 32
 
 
+def test_a_reference_of_half_a_minute_costs_less_than_a_block_after_its_first_use(open_case, tmp_path):
+    """Counted in the tokens that the language models take in, beside those of a request without a voice."""
+    engine = open_case(SHAPES[0], voices_dir=str(tmp_path), num_kvcache_blocks=40, max_num_seqs=1).engine
+    reference = RANDOM.standard_normal((4 * 188, 64)).astype(np.float32)
+    engine.voices.register("long", reference)
+
+    def taken_in(text: str, **fields) -> int:
+        before = engine.snapshot()["prefill_tokens"]
+        speak(engine, text=text, **fields)
+        return engine.snapshot()["prefill_tokens"] - before
+
+    alone, first, again = taken_in("one text"), taken_in("two text", voice="long"), taken_in("six text", voice="long")
+    assert first == alone + 188 + 2
+    assert alone <= again < alone + 16
+
+
 def test_without_a_folder_there_are_no_voices(open_case):
     engine = open_case(SHAPES[0], max_num_seqs=1).engine
     assert engine.voices is None
