@@ -16,13 +16,16 @@ _RUN = (
 )
 
 
-def start_module(module: str, *arguments: str, environment: Mapping[str, str] = os.environ) -> subprocess.Popen[bytes]:
-    """Run a module as a program, with a pipe to its standard input. It imports this same copy of the package.
+def start_module(
+    module: str, *arguments: str, environment: Mapping[str, str] = os.environ, stdin: int = subprocess.PIPE
+) -> subprocess.Popen[bytes]:
+    """Run a module as a program. It imports this same copy of the package.
 
     Args:
         module: its full name.
         arguments: of its command line.
         environment: the process's, but for PYTHONPATH, which is added to.
+        stdin: file descriptor of its standard input; by default a pipe to it.
 
     Raises:
         OSError: there is no memory for it, or no file handle.
@@ -30,6 +33,4 @@ def start_module(module: str, *arguments: str, environment: Mapping[str, str] = 
     if sysconfig.get_path("purelib") != _PACKAGES:  # found by sys.path, which the process does not inherit
         paths = os.pathsep.join(filter(None, [_PACKAGES, environment.get("PYTHONPATH")]))
         environment = {**environment, "PYTHONPATH": paths}
-    return subprocess.Popen(
-        [sys.executable, "-c", _RUN, module, *arguments], stdin=subprocess.PIPE, env=dict(environment)
-    )
+    return subprocess.Popen([sys.executable, "-c", _RUN, module, *arguments], stdin=stdin, env=dict(environment))

@@ -31,7 +31,12 @@ def voice(tmp_path) -> bytes:
     return write_voice(tmp_path / "v.wav", seconds=0.3, rate=16_000, channels=1, pitch=150, seed=1).read_bytes()
 
 
-MARKS = {"worker": "dq_engine.serving.worker", "stub": "voxcpm2/1/model.py", "server": "bin/tritonserver"}
+MARKS = {
+    "worker": "dq_engine.serving.worker",
+    "encoder": "dq_engine.serving.encoder",
+    "stub": "voxcpm2/1/model.py",
+    "server": "bin/tritonserver",
+}
 """In the first words of their command lines; of the stubs voxcpm2's own."""
 
 
@@ -43,6 +48,16 @@ def _processes(server: TritonServer, kind: str) -> list[psutil.Process]:
             if any(MARKS[kind] in word for word in process.cmdline()[:4]):
                 found.append(process)
     return found
+
+
+def _all_processes(server: TritonServer) -> list[psutil.Process]:
+    """The server's processes of every kind; encoders there are as many as the cores ask for."""
+    by_kind = {kind: _processes(server, kind) for kind in MARKS}
+    assert {kind: len(found) for kind, found in by_kind.items() if kind != "encoder"} == dict.fromkeys(
+        ("worker", "stub", "server"), 1
+    )
+    assert by_kind["encoder"]
+    return sum(by_kind.values(), [])
 
 
 def _ends(process: psutil.Process) -> bool:
@@ -140,9 +155,21 @@ def test_a_killed_worker(server):
     assert speak(server, {"text": TEXT})[-1].as_numpy("finish_reason").tolist() == [b"stop"]
 
 
+def test_a_killed_encoder(server):
+    """It takes the streams along that it encodes, and nobody else; the next ones have a new one."""
+    with Talk(server, MEDIUM) as plain, Talk(server, MEDIUM | {"output_format": "mp3"}) as encoded:
+        plain.next()
+        encoded.next()
+        for process in _processes(server, "encoder"):
+            process.kill()
+        assert encoded.error() == "INTERNAL: encoding the audio failed: the process that encoded it has ended"
+        assert plain.rest()[-1].as_numpy("finish_reason").tolist() == [b"length"]
+    last = speak(server, {"text": TEXT, "output_format": "mp3"})[-1]
+    assert last.as_numpy("finish_reason").tolist() == [b"stop"]
+
+
 def test_a_stop_half_way(server):
-    processes = [process for kind in MARKS for process in _processes(server, kind)]
-    assert len(processes) == 3
+    processes = _all_processes(server)
     talks = [Talk(server, LONG) for _ in range(4)]
     talks[0].next()
     begun = time.monotonic()
@@ -168,8 +195,7 @@ def test_a_failed_start_ends_with_its_reason(tmp_path):
 
 
 def test_a_killed_tritonserver_leaves_nothing(server):
-    processes = [process for kind in MARKS for process in _processes(server, kind)]
-    assert len(processes) == 3
+    processes = _all_processes(server)
     talks = [Talk(server, LONG) for _ in range(4)]
     talks[0].next()
     _processes(server, "server")[0].kill()

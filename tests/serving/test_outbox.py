@@ -34,9 +34,11 @@ def _samples(start: int, count: int) -> np.ndarray:
     return np.arange(start, start + count, dtype=np.float32) / 4096
 
 
-def _stream(id: int = 1, output_format: str = "f32", whole: bool = False, rate: int = 48000, gave_up=None):
+def _stream(
+    id: int = 1, output_format: str = "f32", whole: bool = False, rate: int = 48000, gave_up=None, lane: int = 0
+):
     encoder = OutputEncoder(output_format, 48000, rate)
-    return OutgoingStream(id, encoder, rate, whole, gave_up or (lambda: None))
+    return OutgoingStream(id, encoder, rate, whole, gave_up or (lambda: None), lane)
 
 
 NOTHING = np.zeros(0, np.float32)
@@ -182,15 +184,15 @@ def test_what_nobody_takes_is_bounded(monkeypatch):
     assert failed.message == "over 0 MiB of audio wait to be sent; this stream was given up"
 
 
-def test_several_threads_keep_each_stream_in_order():
+def test_several_lanes_keep_each_stream_in_order():
     road, lock = Road(), threading.Lock()
 
     def send(message) -> None:
         with lock:
             road.send(message)
 
-    outbox = Outbox(send, threads=4)
-    streams = [_stream(id, output_format="mp3" if id % 2 else "f32") for id in range(12)]
+    outbox = Outbox(send, lanes=4)
+    streams = [_stream(id, output_format="mp3" if id % 2 else "f32", lane=id % 4) for id in range(12)]
     for start in range(0, 40 * 480, 480):
         for stream in streams:
             outbox.put(stream, Chunk(_samples(start, 480) / 8))

@@ -29,7 +29,8 @@ _KINDS = {
     # No room for tags, which nobody will write.
     "flac": _Kind("flac", "flac", "s16", muxer_options={"metadata_header_padding": "0"}),
     # Below 16 kHz the format ends at 64 kbit/s, and that is what LAME takes then.
-    "mp3": _Kind("mp3", "libmp3lame", "fltp", 128_000, {"id3v2_version": "0"}),
+    # Level 7 takes 1.5 ms for a patch where LAME's own takes 2, and is as near to the samples (26 dB, a voice).
+    "mp3": _Kind("mp3", "libmp3lame", "fltp", 128_000, {"id3v2_version": "0"}, {"compression_level": "7"}),
     # A page for each packet of 20 ms: the muxer holds a page back, by default a second of audio.
     "opus": _Kind("ogg", "libopus", "flt", 64_000, {"page_duration": "20000"}, {"vbr": "constrained"}),
 }

@@ -17,7 +17,26 @@ MIN_RATE, MAX_RATE = 8_000, 48_000
 _OWN_RATES = {"mp3": MP3_RATES, "opus": OPUS_RATES}
 # What an error repeats of a client's text.
 _QUOTED_CHARACTERS = 40
-_NOTHING = np.zeros(0, np.float32)
+NOTHING = np.zeros(0, np.float32)
+"""No samples."""
+
+
+def check_output(output_format: str, sample_rate: int) -> None:
+    """Raises RequestError: INVALID_ARG for an unknown format, or a rate in Hz that it does not have."""
+    name = output_format.removesuffix("_base64")
+    if name not in FORMATS or output_format == "f32_base64":
+        names = ", ".join(FORMATS)
+        raise invalid(
+            "output_format",
+            f"must be one of {names}, all but f32 also with _base64 behind it, "
+            f'got "{output_format[:_QUOTED_CHARACTERS]}"',
+        )
+    rates = _OWN_RATES.get(name)
+    if rates is not None and sample_rate not in rates:
+        listed = ", ".join(map(str, rates))
+        raise invalid("sample_rate", f"must be one of {listed} Hz for {name}, got {sample_rate}")
+    if not MIN_RATE <= sample_rate <= MAX_RATE:
+        raise invalid("sample_rate", f"must be between {MIN_RATE} and {MAX_RATE} Hz, got {sample_rate}")
 
 
 class OutputEncoder:
@@ -34,22 +53,10 @@ class OutputEncoder:
     """
 
     def __init__(self, output_format: str, model_rate: int, sample_rate: int) -> None:
+        check_output(output_format, sample_rate)
         self.model_rate = model_rate
         self._format = output_format.removesuffix("_base64")
         self._as_base64 = self._format != output_format
-        if self._format not in FORMATS or output_format == "f32_base64":
-            names = ", ".join(FORMATS)
-            raise invalid(
-                "output_format",
-                f"must be one of {names}, all but f32 also with _base64 behind it, "
-                f'got "{output_format[:_QUOTED_CHARACTERS]}"',
-            )
-        rates = _OWN_RATES.get(self._format)
-        if rates is not None and sample_rate not in rates:
-            listed = ", ".join(map(str, rates))
-            raise invalid("sample_rate", f"must be one of {listed} Hz for {self._format}, got {sample_rate}")
-        if not MIN_RATE <= sample_rate <= MAX_RATE:
-            raise invalid("sample_rate", f"must be between {MIN_RATE} and {MAX_RATE} Hz, got {sample_rate}")
         self._rate = sample_rate
         self._header = wav_header(sample_rate) if self._format == "wav" else b""
         self._file: FileEncoder | None = None
@@ -62,9 +69,12 @@ class OutputEncoder:
         """Encode the next samples, float32 [n]; what a resampler or a codec holds back comes with a later chunk."""
         return self._bytes(samples, last=False)
 
-    def finish(self, samples: np.ndarray = _NOTHING) -> bytes:
+    def finish(self, samples: np.ndarray = NOTHING) -> bytes:
         """Encode the stream's last samples and what is left of it, as one chunk."""
         return self._bytes(samples, last=True)
+
+    def close(self) -> None:
+        """Nothing more comes, though the stream is not finished."""
 
     def _bytes(self, samples: np.ndarray, last: bool) -> bytes:
         if self._resampler is not None:
