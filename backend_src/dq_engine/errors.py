@@ -12,8 +12,7 @@ class RequestError(Exception):
     """
 
     def __init__(self, code: ErrorCode, message: str) -> None:
-        # A name out of a file or of the system may hold half of a surrogate pair, which no client could be sent.
-        message = message.encode("utf-8", "backslashreplace").decode()
+        message = as_unicode(message)
         super().__init__(f"{code}: {message}")
         self.code: ErrorCode = code
         self.message = message
@@ -25,6 +24,11 @@ class RequestError(Exception):
 def invalid(field: str, message: str) -> RequestError:
     """An INVALID_ARG error about one field of a request, to be raised."""
     return RequestError("INVALID_ARG", f"{field}: {message}")
+
+
+def as_unicode(text: str) -> str:
+    """Text that can be sent: a name out of a file or of the system may hold half of a surrogate pair."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class CheckpointError(Exception):

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -245,6 +246,13 @@ def test_a_worker_that_cannot_start_says_why(settings, message):
     with pytest.raises(WorkerStartError, match=message):
         supervisor.start()
     assert not supervisor._folder.exists()
+
+
+def test_a_reason_that_is_no_unicode_is_told(tmp_path):
+    (tmp_path / "config.json").write_text('{"architecture": "\\ud800"}')
+    supervisor = Supervisor([config().model_copy(update={"model": str(tmp_path)})])
+    with pytest.raises(WorkerStartError, match=re.escape('config.json has architecture "\\ud800"')):
+        supervisor.start()
 
 
 def test_a_worker_that_is_killed_while_it_starts():

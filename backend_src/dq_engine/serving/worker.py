@@ -21,7 +21,7 @@ import zmq
 
 from dq_engine.audio.output import OutputEncoder, check_output
 from dq_engine.config import EngineConfig
-from dq_engine.errors import CheckpointError, RequestError
+from dq_engine.errors import CheckpointError, RequestError, as_unicode
 from dq_engine.logs import configure
 from dq_engine.request import Chunk
 from dq_engine.serving.encoder_process import EncoderProcess, Output, RemoteEncoder
@@ -197,11 +197,11 @@ def _serve(config: EngineConfig, inbox: zmq.Socket, outbox: Outbox, encoders: li
         engine = DqCoreEngine(config)
         engine.start(lambda stage, fraction: outbox.post(Progress(stage, fraction)))
     except (CheckpointError, ValueError) as error:
-        outbox.post(StartFailed(str(error)))
+        outbox.post(StartFailed(as_unicode(str(error))))
         return 1
     except Exception as error:
         logger.exception("the engine did not start")
-        outbox.post(StartFailed(f"{type(error).__name__}: {error}"))
+        outbox.post(StartFailed(as_unicode(f"{type(error).__name__}: {error}")))
         return 1
     rates = engine.sample_rate, engine.encoder_sample_rate
     outbox.post(Ready(*rates, engine.feat_dim, engine.patch_size, engine.patch_samples))
