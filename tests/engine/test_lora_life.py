@@ -12,7 +12,7 @@ from reference.listening import Heard, hear
 
 from dq_engine.engine import DqCoreEngine, EngineConfig, Request, RequestError
 from dq_engine.lora import registry
-from dq_engine.lora.layers import LoraLayers
+from dq_engine.lora.loader import SlotLoader
 
 SHAPE = SHAPES[0]
 NAMES = "abcdef"
@@ -85,14 +85,14 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()
-        pack = LoraLayers.pack
+        copy = SlotLoader._copy
 
-        def held(layers, weights, row):
+        def held(loader, slot, load):
             self.begun.set()
             assert self.go_on.wait(60)
-            pack(layers, weights, row)
+            return copy(loader, slot, load)
 
-        monkeypatch.setattr(LoraLayers, "pack", held)
+        monkeypatch.setattr(SlotLoader, "_copy", held)
 
 
 def test_the_least_recently_used_makes_room(open_engine, alone):
@@ -180,13 +180,13 @@ def test_a_slot_that_is_given_away_while_it_is_loaded(open_engine, alone, monkey
     """What has come into the slot is not what the next stream wants."""
     engine = open_engine(1, "ab")
     turns = [threading.Event(), threading.Event()]
-    waiting, pack = iter(turns), LoraLayers.pack
+    waiting, copy = iter(turns), SlotLoader._copy
 
-    def held(layers, weights, row):
+    def held(loader, slot, load):
         assert next(waiting).wait(60)
-        pack(layers, weights, row)
+        return copy(loader, slot, load)
 
-    monkeypatch.setattr(LoraLayers, "pack", held)
+    monkeypatch.setattr(SlotLoader, "_copy", held)
     first = engine.submit(make_request("a"))
     while states(engine)["a"] != "loading":
         time.sleep(0.01)
@@ -220,7 +220,7 @@ def test_a_load_that_fails_costs_its_streams_only(open_engine, alone, monkeypatc
         def fail(*_):
             raise MemoryError("no memory")
 
-        broken.setattr(LoraLayers, "pack", fail)
+        broken.setattr(SlotLoader, "_copy", fail)
         with pytest.raises(RequestError, match='^INTERNAL: loading the adapter "a" failed: no memory'):
             hear(engine.submit(make_request("a")))
         assert_speaks(hear(engine.submit(make_request(None))), alone[None])

@@ -151,14 +151,11 @@ def _check(
                     _FIELD, f'"{file}": "{target}.{kind}" has shape {list(shape)}, of this model it is {list(expected)}'
                 )
     # Only now may anything be computed with them: a tensor of any shape can be written in a few bytes.
-    weights = AdapterWeights(
-        rank,
-        alpha,
-        {target: tensor.to(layers.dtype).contiguous() for target, tensor in a.items()},
-        {target: (tensor.float() * (alpha / rank)).to(layers.dtype).contiguous() for target, tensor in b.items()},
-    )
-    for kind, parts in (("lora_A", weights.a), ("lora_B", weights.b)):
-        for target, tensor in parts.items():
-            if not tensor.isfinite().all():
-                raise invalid(_FIELD, f'"{file}": "{target}.{kind}" has values that are not finite')
+    weights = layers.pack(rank, alpha, a, b)
+    if not weights.row.isfinite().all():
+        for kind, tensors in matrices.items():
+            for target, tensor in tensors.items():
+                if not (tensor.float() * (alpha / rank)).to(layers.dtype).isfinite().all():
+                    raise invalid(_FIELD, f'"{file}": "{target}.{kind}" has values that are not finite')
+        raise invalid(_FIELD, f'"{file}" has values that are not finite')
     return weights

@@ -5,7 +5,9 @@ every layer at the largest rank; what an adapter does not use is zero.
 """
 
 import contextlib
+import logging
 import math
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,6 +15,8 @@ import torch
 
 from dq_engine.kernels.lora import equal_tiles, prompt_tiles
 from dq_engine.nano import LoRAConfig, LoraLayer, VoxCPM2Model, adapter_rows, lora_layers
+
+logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 128
 """Elements; a matrix begins at a multiple of it."""
@@ -22,22 +26,20 @@ _RANK_STEP = 16
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """An adapter's matrices on the host, in the model's dtype and of its own rank.
+    """An adapter on the host, laid out as in a slot, so that loading it is one copy.
 
     Args:
         rank, alpha: as the file says.
-        a: of each projection by its name in the file, [rank, inputs].
-        b: of each projection, [outputs, rank], times alpha / rank.
+        row: all its matrices, like `LoraLayers.slot`; on a GPU in memory that the device copies from by itself.
     """
 
     rank: int
     alpha: float
-    a: dict[str, torch.Tensor]
-    b: dict[str, torch.Tensor]
+    row: torch.Tensor
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for matrices in (self.a, self.b) for t in matrices.values())
+        return self.row.nbytes
 
 
 @dataclass(frozen=True)
@@ -109,16 +111,26 @@ class LoraLayers:
         """All matrices of a slot, [n] in the model's dtype, on the device."""
         return self._storage[index]
 
-    def pack(self, weights: AdapterWeights, row: torch.Tensor) -> None:
-        """Lay an adapter's matrices out as in a slot; `row` is like `slot(0)`, on any device."""
-        row.zero_()
-        for layer, a, b in self._matrices(row[None]):
+    def pack(self, rank: int, alpha: float, a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> AdapterWeights:
+        """Lay an adapter's matrices out as in a slot.
+
+        Args:
+            rank, alpha: of the adapter; B is multiplied by alpha / rank.
+            a: of each projection by its name in the file, [rank, inputs], in any floating dtype.
+            b: of the same projections, [outputs, rank].
+        """
+        row = torch.zeros(self._storage.size(1), dtype=self.dtype)
+        for layer, all_a, all_b in self._matrices(row[None]):
             begin = 0
             for index, (target, size) in enumerate(zip(layer.targets, layer.sizes, strict=True)):
-                if target in weights.a:
-                    a[0, index, : weights.rank].copy_(weights.a[target])
-                    b[0, begin : begin + size, : weights.rank].copy_(weights.b[target])
+                if target in a:
+                    all_a[0, index, :rank].copy_(a[target])
+                    all_b[0, begin : begin + size, :rank].copy_(b[target].float() * (alpha / rank))
                 begin += size
+        weights = AdapterWeights(rank, alpha, row)
+        if self.device.type == "cuda":
+            _pin(weights)
+        return weights
 
     @contextlib.contextmanager
     def decoding(self, adapters: torch.Tensor) -> Iterator[None]:
@@ -171,6 +183,18 @@ class LoraLayers:
                 rows[:, a : a + math.prod(shape)].unflatten(1, shape),
                 rows[:, b : b + outputs * self._rank].unflatten(1, (outputs, self._rank)),
             )
+
+
+def _pin(weights: AdapterWeights) -> None:
+    """Let the device copy from an adapter's memory without the host. Where that is refused a copy takes longer.
+
+    (Memory that PyTorch itself pins is rounded up to a power of two.)
+    """
+    runtime, address = torch.cuda.cudart(), weights.row.data_ptr()
+    if error := int(runtime.cudaHostRegister(address, weights.nbytes, 0)):
+        logger.warning("an adapter's memory cannot be pinned (CUDA error %d): loading it will take longer", error)
+    else:
+        weakref.finalize(weights, runtime.cudaHostUnregister, address)
 
 
 def _whole_layers(targets: list[str]) -> list[str]:

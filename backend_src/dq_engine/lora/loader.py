@@ -19,7 +19,7 @@ class _Load:
 
 
 class SlotLoader:
-    """Loads slots one after the other.
+    """Loads slots, in the order in which that is asked for.
 
     Args:
         layers: whose slots.
@@ -30,8 +30,6 @@ class SlotLoader:
         self._layers, self._on_done = layers, on_done
         self._on_gpu = layers.device.type == "cuda"
         if self._on_gpu:
-            # Adapters lie in memory that can be paged out; what the device copies from cannot.
-            self._staging = torch.empty(layers.slot(0).shape, dtype=layers.dtype, pin_memory=True)
             self._stream = torch.cuda.Stream(layers.device)
         self._wake = threading.Condition()
         self._pending: dict[int, _Load] = {}
@@ -67,26 +65,35 @@ class SlotLoader:
                     self._wake.wait()
                 if self._stopped:
                     return
-                slot = next(iter(self._pending))
-                load = self._pending.pop(slot)
-            error = None
-            try:
-                self._copy(slot, load)
-            except Exception as fault:  # of the device, or of memory: the streams that wait for it must be told
-                logger.exception("loading an adapter failed")
-                error = fault
-            self._on_done(slot, load.weights, error)
+                loads, self._pending = self._pending, {}
+            # All are on their way before the first is waited for.
+            copies = [
+                (slot, load, self._try(lambda slot=slot, load=load: self._copy(slot, load)))
+                for slot, load in loads.items()
+            ]
+            for slot, load, (copied, error) in copies:
+                if copied is not None:
+                    _, error = self._try(copied.synchronize)
+                self._on_done(slot, load.weights, error)
+
+    def _try(self, action: Callable[[], torch.cuda.Event | None]) -> tuple[torch.cuda.Event | None, Exception | None]:
+        """What it returns, and what it raises: of the device, say. The streams that wait must be told."""
+        try:
+            return action(), None
+        except Exception as fault:
+            logger.exception("loading an adapter failed")
+            return None, fault
 
     @torch.inference_mode()
-    def _copy(self, slot: int, load: _Load) -> None:
+    def _copy(self, slot: int, load: _Load) -> torch.cuda.Event | None:
+        """Begin a copy; the event that is recorded when it is done, or None if it is."""
         target = self._layers.slot(slot)
         if not self._on_gpu:
-            self._layers.pack(load.weights, target)
-            return
-        self._layers.pack(load.weights, self._staging)
+            target.copy_(load.weights.row)
+            return None
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(load.after)
-            target.copy_(self._staging, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record()
-        done.synchronize()  # the next load writes to the same staging memory
+            target.copy_(load.weights.row, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        return copied

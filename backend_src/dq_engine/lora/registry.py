@@ -151,7 +151,7 @@ class AdapterRegistry:
     def warm_up_lease(self) -> Lease:
         """An adapter that changes nothing and that nobody can name, for the first steps; gone with its lease."""
         with self._lock:
-            adapter = self._enter("", AdapterWeights(1, 1.0, {}, {}))
+            adapter = self._enter("", self._layers.pack(1, 1.0, {}, {}))
             self._runtime.on_sequence_enqueued(adapter.runtime_id)
             self._retire(adapter)
             return Lease(self._get_slot, adapter)
