@@ -8,7 +8,9 @@ import torch
 
 from dq_engine.attention.base import BLOCK_SIZE
 from dq_engine.kernels.paged_attention import query_tiles
+from dq_engine.prompt_encodings import PromptEncodings
 from dq_engine.scheduler import Prefill
+from dq_engine.sequence import Sequence
 
 
 class PrefillArrays(NamedTuple):
@@ -59,40 +61,89 @@ class PrefillShape:
         return [*[self.tokens] * 4, *[self.prompts] * 3, self.prompts + 1, 2 * self.tiles]
 
 
+class _Patches(NamedTuple):
+    """Patches [first, last) of a sequence; `encoded`: LocEnc's outputs, where they are kept."""
+
+    sequence: Sequence
+    first: int
+    last: int
+    is_stored: bool
+    encoded: torch.Tensor | None
+
+    @property
+    def count(self) -> int:
+        return self.last - self.first
+
+
 class PromptBatch:
     """The prompts of one step.
 
     Args:
         prefills: those that are completed in this step first.
         queries_per_tile: of the attention kernel.
+        encodings: LocEnc's outputs that need not be computed again.
     """
 
-    def __init__(self, prefills: list[Prefill], queries_per_tile: int) -> None:
+    def __init__(self, prefills: list[Prefill], queries_per_tile: int, encodings: PromptEncodings) -> None:
         self.prefills = prefills
         self._tiles = query_tiles([p.length for p in prefills], queries_per_tile)
         self.shape = PrefillShape(len(prefills), sum(p.length for p in prefills), len(self._tiles))
         self.lengths = [(p.length, p.start + p.length) for p in prefills]
         """Of each prompt: its tokens in this step, and those that it has in the cache after it."""
-        self._patch_ranges = [np.searchsorted(p.sequence.patch_rows, (p.start, p.start + p.length)) for p in prefills]
+        self._encodings = encodings
+        self._patch_ranges = [
+            np.searchsorted(p.sequence.patch_rows, (p.start, p.start + p.length)).tolist() for p in prefills
+        ]
+        ranges = zip(prefills, self._patch_ranges, strict=True)
+        self._patches = [part for p, between in ranges for part in self._parts(p.sequence, *between)]
+        self._new = [part for part in self._patches if part.encoded is None]
 
     @property
     def completed(self) -> int:
         """How many prompts end in this step."""
         return sum(p.completes for p in self.prefills)
 
-    def adapters(self) -> np.ndarray:
-        """int64 [A], the adapter slot (or -1) of the prompt of each patch."""
-        counts = [last - first for first, last in self._patch_ranges]
-        return np.repeat([p.sequence.adapter_slot for p in self.prefills], counts)
-
     @property
     def num_patches(self) -> int:
-        return sum(int(last - first) for first, last in self._patch_ranges)
+        """All patches among the tokens."""
+        return sum(part.count for part in self._patches)
 
-    def patches(self) -> np.ndarray:
-        """float32 [A, patch_size, feat_dim], all patches among the tokens."""
-        ranges = zip(self.prefills, self._patch_ranges, strict=True)
-        return np.concatenate([p.sequence.patches[first:last] for p, (first, last) in ranges])
+    @property
+    def num_new_patches(self) -> int:
+        """Those that LocEnc has to encode."""
+        return sum(part.count for part in self._new)
+
+    def new_patches(self) -> np.ndarray:
+        """float32 [new, patch_size, feat_dim], what LocEnc has to encode; there must be some."""
+        return np.concatenate([part.sequence.patches[part.first : part.last] for part in self._new])
+
+    def adapters(self) -> np.ndarray:
+        """int64 [new], the adapter slot (or -1) of the prompt of each patch that LocEnc has to encode."""
+        return np.repeat([part.sequence.adapter_slot for part in self._new], [part.count for part in self._new])
+
+    def encoded(self, new: torch.Tensor) -> torch.Tensor:
+        """LocEnc's outputs for all patches, [A, hidden], out of those for `new_patches`, [new, hidden]."""
+        outputs, begin = [new[:0]], 0
+        for part in self._patches:
+            output = part.encoded
+            if output is None:
+                output = new[begin : begin + part.count]
+                begin += part.count
+                if part.is_stored:
+                    prompt = part.sequence.stored_prompt
+                    self._encodings.keep(prompt, part.first - prompt.first, output)
+            outputs.append(output)
+        return torch.cat(outputs)
+
+    def _parts(self, sequence: Sequence, first: int, last: int) -> list[_Patches]:
+        """Patches [first, last) of a sequence: before its stored prompt, within and behind it."""
+        prompt = sequence.stored_prompt
+        if prompt is None:
+            return [_Patches(sequence, first, last, False, None)]
+        begin, end = (min(max(cut, first), last) for cut in (prompt.first, prompt.last))
+        kept = self._encodings.get(prompt, begin - prompt.first, end - prompt.first) if begin < end else None
+        parts = (first, begin, False, None), (begin, end, True, kept), (end, last, False, None)
+        return [_Patches(sequence, *part) for part in parts if part[0] < part[1]]
 
     def array(self, shape: PrefillShape, scratch_slot: int, scratch_row: int) -> np.ndarray:
         """The int64 array, padded to a shape.

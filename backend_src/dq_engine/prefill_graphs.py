@@ -114,12 +114,14 @@ class PrefillGraphs:
             return None
         self.counters["prefill_graph_hits"] += 1
         self.counters["prefill_padding_tokens"] += shape.tokens - need.tokens
-        patches = batch.patches()
-        if len(patches):
-            inputs = [to_device(patches, self._encoded.device).to(self._encoded.dtype)]
+        new = self._encoded[:0]
+        if batch.num_new_patches:
+            inputs = [to_device(batch.new_patches(), self._encoded.device).to(self._encoded.dtype)]
             if self._adapters:
                 inputs.append(to_device(batch.adapters(), self._encoded.device))
-            self._encoded[1 : 1 + len(patches)] = self._encode(*inputs)[0]
+            new = self._encode(*inputs)[0]
+        if batch.num_patches:
+            self._encoded[1 : 1 + batch.num_patches] = batch.encoded(new)
         graph, array, outputs = self._graphs[shape]
         array.copy_(to_device(batch.array(shape, self._scratch_slot, self._scratch_row), array.device))
         graph.replay()
@@ -127,7 +129,7 @@ class PrefillGraphs:
 
     def seconds_of(self, batch: PromptBatch) -> float:
         """How long the device takes for prompts; 0 for those that no bucket holds."""
-        shape, patches = self._fit(batch), batch.num_patches
+        shape, patches = self._fit(batch), batch.num_new_patches
         if shape is None:
             return 0.0
         return self.seconds[shape] + (self._encode.seconds_of(patches) if patches else 0.0)

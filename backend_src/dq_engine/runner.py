@@ -17,6 +17,7 @@ from dq_engine.model.diffusion import Diffusion
 from dq_engine.noise import patch_noise
 from dq_engine.prefill import PrefillArrays, PromptBatch
 from dq_engine.prefill_graphs import Bucket, PrefillGraphs
+from dq_engine.prompt_encodings import PromptEncodings
 from dq_engine.scheduler import Prefill, Step
 from dq_engine.sequence import Sequence
 from dq_engine.slot_state import SlotState, to_device
@@ -86,6 +87,7 @@ class Runner:
         self.state = SlotState(max_num_seqs, max_model_len, self.patch_size, self.feat_dim, self.device, self.dtype)
         self.scratch_slot = self.state.scratch_slot
         self._lora = checkpoint.lora
+        self._encodings = PromptEncodings()
         # Each by whether any of the streams has an adapter; those without are not slowed down by there being adapters.
         self._decode_graphs: dict[bool, BatchGraphs] = {}
         self._lm_graphs: dict[bool, BatchGraphs] = {}
@@ -232,16 +234,18 @@ class Runner:
     def _prefill(self, prefills: list[Prefill]) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Take prompt tokens in; mu and stop of the streams whose prompt is complete, and what it takes at least."""
         # The prompts that end here first: theirs are the rows that are returned.
-        batch = PromptBatch(sorted(prefills, key=lambda p: not p.completes), self.attention.queries_per_tile)
+        ordered = sorted(prefills, key=lambda p: not p.completes)
+        batch = PromptBatch(ordered, self.attention.queries_per_tile, self._encodings)
         adapters = _any_adapter(p.sequence for p in prefills)
         graphs = self._prefill_graphs.get(adapters)
         outputs = graphs(batch) if graphs is not None else None
         if outputs is None:
             encoded = self.state.condition.new_zeros(1, self.backbone.hidden_size)
-            if len(patches := batch.patches()):
-                patches = self._upload(patches).to(self.dtype)
+            new = encoded[:0]
+            if batch.num_new_patches:
                 slots = self._upload(batch.adapters()) if adapters else None
-                encoded = torch.cat([encoded, self._encode(patches, slots)])
+                new = self._encode(self._upload(batch.new_patches()).to(self.dtype), slots)
+            encoded = torch.cat([encoded, batch.encoded(new)])
             array = self._upload(batch.array(batch.shape, self.scratch_slot, self._scratch_row))
             outputs = self._forward_prompts(batch.shape.split(array), encoded, adapters, batch.lengths)
         mu, stop = outputs

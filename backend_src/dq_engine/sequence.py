@@ -24,6 +24,20 @@ DEFAULT_MIN_LENGTH = 2
 CONTEXT_PATCHES, CONTEXT_PATCHES_OF_FIRST_GENERATION = 3, 2
 
 
+@dataclass(frozen=True)
+class StoredPrompt:
+    """The prompt of a stored voice.
+
+    Args:
+        key: of the latents and the adapter: LocEnc's outputs are the same for equal keys.
+        first, last: its patches are `Sequence.patches[first:last]`.
+    """
+
+    key: bytes
+    first: int
+    last: int
+
+
 @dataclass(eq=False)
 class Sequence:
     """One stream of the engine.
@@ -38,6 +52,7 @@ class Sequence:
         max_patches: most patches to generate.
         context_patches: of the prompt, those that the decoder has to have seen.
         adapter: the hold on the adapter that it uses.
+        stored_prompt: the prompt, if a stored voice is used.
     """
 
     stream: Stream
@@ -53,6 +68,7 @@ class Sequence:
     return_latents: bool
     context_patches: int = CONTEXT_PATCHES
     adapter: Lease | None = None
+    stored_prompt: StoredPrompt | None = None
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -212,7 +228,7 @@ class PromptBuilder:
             ids = self.tokenize(request.prompt_text + text)
         ids = [*ids, AUDIO_START]
         shape = (-1, self.patch_size, self.feat_dim)
-        patches, rows, kept_tokens = [np.zeros((0, *shape[1:]), np.float32)], [], 0
+        patches, rows, kept_tokens, stored_prompt = [np.zeros((0, *shape[1:]), np.float32)], [], 0, None
         if request.reference_latents is not None:
             reference = request.reference_latents.reshape(shape)
             ids = [REFERENCE_START, *[0] * len(reference), REFERENCE_END, *ids]
@@ -224,6 +240,9 @@ class PromptBuilder:
             rows += range(len(ids), len(ids) + len(prompt))
             ids += [0] * len(prompt)
             patches.append(prompt)
+            if request.voice is not None:
+                key = hashlib.blake2b(_adapter_key(adapter) + b" " + prompt.tobytes(), digest_size=16).digest()
+                stored_prompt = StoredPrompt(key, len(rows) - len(prompt), len(rows))
         room = self.max_model_len - len(ids)
         low, high = request.min_generate_length, request.max_generate_length
         if room < max(1, low or 1):
@@ -255,4 +274,5 @@ class PromptBuilder:
             kept_tokens=kept_tokens,
             context_patches=CONTEXT_PATCHES_OF_FIRST_GENERATION if self._first_generation else CONTEXT_PATCHES,
             adapter=adapter,
+            stored_prompt=stored_prompt,
         )

@@ -69,6 +69,29 @@ def test_a_reference_of_half_a_minute_costs_less_than_a_block_after_its_first_us
     assert alone <= again < alone + 16
 
 
+def test_its_prompt_is_encoded_once(engine, monkeypatch):
+    """Whatever is said with it, and beside whatever reference; the latents are those of a prompt that is not kept."""
+    prompt, encoded = np.random.default_rng(6).standard_normal((4 * 40, 64)).astype(np.float32), []
+    engine.voices.register("long", prompt_latents=prompt, prompt_text="a word")
+    encode = engine._runner._encode
+
+    def counted(patches, adapters=None):
+        encoded.append(len(patches))
+        return encode(patches, adapters)
+
+    monkeypatch.setattr(engine._runner, "_encode", counted)
+    given = {"prompt_latents": prompt, "prompt_text": "a word"}
+    for text, beside, expected in (
+        ("one text", {}, [40]),
+        ("another text", {}, []),
+        ("a third text", {"reference_latents": REFERENCE[: 4 * 3]}, [3]),
+    ):
+        encoded.clear()
+        spoken = speak(engine, text=text, voice="long", **beside)
+        assert encoded == expected
+        np.testing.assert_allclose(spoken.latents, speak(engine, text=text, **given, **beside).latents, atol=1e-5)
+
+
 def test_without_a_folder_there_are_no_voices(open_case):
     engine = open_case(SHAPES[0], max_num_seqs=1).engine
     assert engine.voices is None

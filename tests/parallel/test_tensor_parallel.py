@@ -5,6 +5,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -40,6 +41,8 @@ def requests(patch_size: int, width: int) -> list[Request]:
         {"text": "two", "reference_latents": reference, "cfg_value": 1.0, "temperature": 0.5},
         {"text": "a", "control": "low"},
         {"text": "both", "reference_latents": reference, "prompt_text": "b", "prompt_latents": prompt},
+        {"text": "a voice", "voice": "stored"},
+        {"text": "the same", "voice": "stored"},
     ]
     lengths = {"min_generate_length": 24, "max_generate_length": 30}
     return [Request(seed=n, return_latents=True, **lengths, **field) for n, field in enumerate(fields)]
@@ -47,8 +50,10 @@ def requests(patch_size: int, width: int) -> list[Request]:
 
 def speak(model: Path, size: int) -> tuple[list[np.ndarray], dict]:
     """The latents of all requests, and the engine's counters."""
-    config = EngineConfig(model=str(model), realtime=False, tensor_parallel_size=size, **SETTINGS)
-    with DqCoreEngine(config) as engine:
+    config = {"model": str(model), "realtime": False, "tensor_parallel_size": size, **SETTINGS}
+    with tempfile.TemporaryDirectory() as folder, DqCoreEngine(EngineConfig(voices_dir=folder, **config)) as engine:
+        prompt = latents(5 * engine.patch_size, engine.feat_dim, 3)
+        engine.voices.register("stored", prompt_latents=prompt, prompt_text="of old")
         streams = [engine.submit(request) for request in requests(engine.patch_size, engine.feat_dim)]
         return [list(stream)[-1].latents for stream in streams], engine.snapshot()
 

@@ -10,6 +10,7 @@ from dq_engine.attention.base import BLOCK_SIZE
 from dq_engine.kernels.paged_attention import queries_per_tile, query_tiles
 from dq_engine.prefill import PrefillShape, PromptBatch
 from dq_engine.prefill_graphs import parse_buckets, patch_buckets
+from dq_engine.prompt_encodings import PromptEncodings
 from dq_engine.scheduler import Prefill
 
 PER_TILE, SCRATCH_SLOT, SCRATCH_ROW = 16, 99, 10_000
@@ -26,9 +27,10 @@ def chunk(length: int, start: int, taken: int, slot: int, patch_rows: list[int])
 
 
 def test_each_token_is_where_it_belongs():
-    batch = PromptBatch([chunk(20, 0, 20, 1, [3, 4]), chunk(60, 30, 10, 2, [29, 30, 35, 40])], PER_TILE)
+    prefills = [chunk(20, 0, 20, 1, [3, 4]), chunk(60, 30, 10, 2, [29, 30, 35, 40])]
+    batch = PromptBatch(prefills, PER_TILE, PromptEncodings())
     assert (batch.completed, batch.num_patches, batch.lengths) == (1, 4, [(20, 20), (10, 40)])
-    assert batch.patches()[:, 0, 0].tolist() == [1003, 1004, 2030, 2035], "those of this chunk only"
+    assert batch.new_patches()[:, 0, 0].tolist() == [1003, 1004, 2030, 2035], "those of this chunk only"
     parts = batch.shape.split(batch.array(batch.shape, SCRATCH_SLOT, SCRATCH_ROW))
     assert parts.token_ids.tolist() == [*range(1000, 1020), *range(2030, 2040)]
     assert parts.positions.tolist() == [*range(20), *range(30, 40)]
@@ -44,7 +46,7 @@ def test_each_token_is_where_it_belongs():
 
 
 def test_padding_is_nobodys():
-    batch = PromptBatch([chunk(20, 0, 20, 1, [3])], PER_TILE)
+    batch = PromptBatch([chunk(20, 0, 20, 1, [3])], PER_TILE, PromptEncodings())
     shape = PrefillShape(4, 64, 8)
     parts = shape.split(batch.array(shape, SCRATCH_SLOT, SCRATCH_ROW))
     exact = batch.shape.split(batch.array(batch.shape, SCRATCH_SLOT, SCRATCH_ROW))

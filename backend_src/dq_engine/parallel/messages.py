@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from dq_engine.scheduler import Prefill, Step
-from dq_engine.sequence import Sequence
+from dq_engine.sequence import Sequence, StoredPrompt
 
 _LENGTH_BYTES = 4
 
@@ -25,12 +25,13 @@ class Slot(msgspec.Struct, frozen=True):
     temperature: float
     prompt_tokens: int
     generated: int
+    stored_prompt: StoredPrompt | None
 
     @classmethod
     def of(cls, s: Sequence) -> "Slot":
         arrays = s.token_ids.tobytes(), s.patches.tobytes(), s.patch_rows.tobytes()
         numbers = s.seed, s.cfg_value, s.temperature, s.prompt_tokens, s.generated
-        return cls(s.slot, *arrays, list(s.blocks), *numbers)
+        return cls(s.slot, *arrays, list(s.blocks), *numbers, s.stored_prompt)
 
     def sequence(self, patch_size: int, feat_dim: int) -> Sequence:
         """A sequence that a runner cannot tell from the one that this was made of."""
@@ -49,6 +50,7 @@ class Slot(msgspec.Struct, frozen=True):
             slot=self.slot,
             blocks=list(self.blocks),
             generated=self.generated,
+            stored_prompt=self.stored_prompt,
         )
         sequence.prompt_tokens = self.prompt_tokens
         return sequence
