@@ -316,6 +316,7 @@ class DqCoreEngine:
             self._adapters.stop()
         self._delivery.stop()
         if self._followers is not None:
+            self._runner.drop_graphs()  # NCCL does not let go of a group that a graph still uses
             self._followers.stop()
 
     def __enter__(self) -> "DqCoreEngine":

@@ -1,6 +1,7 @@
 """One step on the device: prompts, patches, or both, in CUDA graphs where there are some."""
 
 import contextlib
+import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -170,6 +171,7 @@ class Runner:
         """Forget what was captured, and free its memory."""
         for graphs in (self._decode_graphs, self._lm_graphs, self._sample_graphs, self._prefill_graphs):
             graphs.clear()
+        gc.collect()
 
     @property
     def counters(self) -> dict[str, int]:

@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
 import torch
@@ -18,6 +20,8 @@ from dq_engine.parallel.messages import Message, Run, Slot, Start, write
 from dq_engine.runner import Runner, StepOutput
 from dq_engine.scheduler import Step
 from dq_engine.sequence import Sequence
+
+logger = logging.getLogger(__name__)
 
 _STOP_S = 5.0
 
@@ -69,7 +73,11 @@ class Followers:
                 process.kill()
                 process.wait()
         if dist.is_initialized():
-            dist.destroy_process_group()
+            leaving = threading.Thread(target=dist.destroy_process_group, name="dq-leave", daemon=True)
+            leaving.start()
+            leaving.join(_STOP_S)
+            if leaving.is_alive():
+                logger.warning("leaving the group of processes takes longer than %g s; it goes on by itself", _STOP_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
