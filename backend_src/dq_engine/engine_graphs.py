@@ -32,7 +32,7 @@ class Graphs:
         prefill_buckets = parse_buckets(config.prefill_buckets, min(filter(None, limits)), max_num_seqs)
         self._prefill_buckets = prefill_buckets if config.prefill_graph else []
 
-    def probe(self) -> int:
+    def probe(self, progress: Callable[[str, float], None]) -> int:
         """Bytes that the graphs will take, by capturing the largest of each kind, whose memory the others share.
 
         Leaves a KV cache behind that is good for nothing.
@@ -40,7 +40,8 @@ class Graphs:
         self._runner.allocate_kv_cache(1)
         before = _used(self._runner.device)
         largest = sorted(self._prefill_buckets, key=lambda bucket: bucket[1])[-1:]
-        self._capture([self._max_num_seqs], largest, lambda stage, fraction: None)
+        # The first time on a machine this is when the kernels are compiled: most of a start.
+        self._capture([self._max_num_seqs], largest, lambda stage, done: progress(f"kernels of {stage}", done))
         needed = _used(self._runner.device) - before
         self._runner.drop_graphs()
         self._vae.drop_graphs()

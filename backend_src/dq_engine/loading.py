@@ -113,7 +113,7 @@ def _load(
     graphs = Graphs(runner, vae, config, max_num_seqs) if on_gpu and not config.enforce_eager else None
     num_blocks = config.num_kvcache_blocks
     if not num_blocks:
-        graph_bytes = 0 if graphs is None else graphs.probe()
+        graph_bytes = 0 if graphs is None else graphs.probe(progress)
         num_blocks = _num_kv_blocks(config, runner, max_num_seqs, max_model_len, graph_bytes)
     num_blocks = int(agree_on_least(num_blocks, device))
     runner.allocate_kv_cache(num_blocks)
