@@ -15,9 +15,10 @@ from dq_engine.delivery import Delivered, Delivery
 from dq_engine.errors import RequestError
 from dq_engine.pacing import Pacer
 from dq_engine.request import Chunk
-from dq_engine.runner import Runner, StepOutput
+from dq_engine.runner import Runner
 from dq_engine.scheduler import Prefill, Scheduler, Step
 from dq_engine.sequence import Sequence
+from dq_engine.step_output import StepOutput
 from dq_engine.stream import Stream
 from dq_engine.timing import StepTimes
 from dq_engine.vae.stage import DecodedStep, VaeStage

@@ -106,16 +106,22 @@ class PrefillGraphs:
         return sorted((shape.tokens, seconds) for shape, seconds in self.seconds.items())
 
     @torch.inference_mode()
-    def __call__(self, batch: PromptBatch) -> tuple[torch.Tensor, ...] | None:
-        """Run prompts; what is returned is the caller's own, its first rows are the batch's. None if no bucket fits."""
+    def __call__(self, batch: PromptBatch) -> tuple[tuple[torch.Tensor, ...], float] | None:
+        """Run prompts in the cheapest bucket that holds them.
+
+        Returns:
+            What `forward` gives, the first rows for the batch, and the seconds that the device takes; None without such
+            a bucket.
+        """
         need, shape = batch.shape, self._fit(batch)
         if shape is None:
             self.counters["prefill_graph_fallbacks"] += 1
             return None
         self.counters["prefill_graph_hits"] += 1
         self.counters["prefill_padding_tokens"] += shape.tokens - need.tokens
-        new = self._encoded[:0]
+        new, seconds = self._encoded[:0], self.seconds[shape]
         if batch.num_new_patches:
+            seconds += self._encode.seconds_of(batch.num_new_patches)
             inputs = [to_device(batch.new_patches(), self._encoded.device).to(self._encoded.dtype)]
             if self._adapters:
                 inputs.append(to_device(batch.adapters(), self._encoded.device))
@@ -125,14 +131,7 @@ class PrefillGraphs:
         graph, array, outputs = self._graphs[shape]
         array.copy_(to_device(batch.array(shape, self._scratch_slot, self._scratch_row), array.device))
         graph.replay()
-        return tuple(output[: need.prompts].clone() for output in outputs)
-
-    def seconds_of(self, batch: PromptBatch) -> float:
-        """How long the device takes for prompts; 0 for those that no bucket holds."""
-        shape, patches = self._fit(batch), batch.num_new_patches
-        if shape is None:
-            return 0.0
-        return self.seconds[shape] + (self._encode.seconds_of(patches) if patches else 0.0)
+        return tuple(output[: need.prompts].clone() for output in outputs), seconds
 
     def _fit(self, batch: PromptBatch) -> PrefillShape | None:
         """The cheapest bucket that holds prompts."""

@@ -5,7 +5,6 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,42 +21,7 @@ from dq_engine.prompt_encodings import PromptEncodings
 from dq_engine.scheduler import Prefill, Step
 from dq_engine.sequence import Sequence
 from dq_engine.slot_state import SlotState, to_device
-
-
-@dataclass
-class StepOutput:
-    """What a step made, still on the device (R streams, in the order of `Step.sampled`).
-
-    Args:
-        latents: [R, patch_size, feat_dim], owned by whoever holds this.
-        slots: int64 [R], on the device.
-        stop_host: bool [R], on the host once `ready` has passed.
-        latents_host: float32 [R, patch_size, feat_dim], likewise.
-        ready: None on a CPU.
-        launched_at: when the host began with it, by time.monotonic().
-        least_seconds: what the device surely needs for it, by its graphs; 0 where that is not known.
-        host_seconds: what the host took to decide on it and to launch it.
-    """
-
-    latents: torch.Tensor
-    slots: torch.Tensor
-    stop_host: torch.Tensor
-    latents_host: torch.Tensor
-    ready: torch.cuda.Event | None
-    launched_at: float
-    least_seconds: float
-    host_seconds: float = 0.0
-
-    @property
-    def done(self) -> bool:
-        """Whether the device has finished it, where it runs beside the host."""
-        return self.ready is not None and self.ready.query()
-
-    def wait(self) -> tuple[list[bool], np.ndarray]:
-        """Wait for the step; its stop flags and its latents."""
-        if self.ready is not None:
-            self.ready.synchronize()
-        return self.stop_host.tolist(), self.latents_host.numpy()
+from dq_engine.step_output import StepOutput
 
 
 class Runner:
@@ -240,18 +204,19 @@ class Runner:
         batch = PromptBatch(ordered, self.attention.queries_per_tile, self._encodings)
         adapters = _any_adapter(p.sequence for p in prefills)
         graphs = self._prefill_graphs.get(adapters)
-        outputs = graphs(batch) if graphs is not None else None
-        if outputs is None:
-            encoded = self.state.condition.new_zeros(1, self.backbone.hidden_size)
-            new = encoded[:0]
-            if batch.num_new_patches:
-                slots = self._upload(batch.adapters()) if adapters else None
-                new = self._encode(self._upload(batch.new_patches()).to(self.dtype), slots)
-            encoded = torch.cat([encoded, batch.encoded(new)])
-            array = self._upload(batch.array(batch.shape, self.scratch_slot, self._scratch_row))
-            outputs = self._forward_prompts(batch.shape.split(array), encoded, adapters, batch.lengths)
-        mu, stop = outputs
-        return mu[: batch.completed], stop[: batch.completed], graphs.seconds_of(batch) if graphs is not None else 0.0
+        replayed = graphs(batch) if graphs is not None else None
+        (mu, stop), seconds = replayed or (self._prefill_eagerly(batch, adapters), 0.0)
+        return mu[: batch.completed], stop[: batch.completed], seconds
+
+    def _prefill_eagerly(self, batch: PromptBatch, adapters: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        encoded = self.state.condition.new_zeros(1, self.backbone.hidden_size)
+        new = encoded[:0]
+        if batch.num_new_patches:
+            slots = self._upload(batch.adapters()) if adapters else None
+            new = self._encode(self._upload(batch.new_patches()).to(self.dtype), slots)
+        encoded = torch.cat([encoded, batch.encoded(new)])
+        array = self._upload(batch.array(batch.shape, self.scratch_slot, self._scratch_row))
+        return self._forward_prompts(batch.shape.split(array), encoded, adapters, batch.lengths)
 
     def _encode(self, patches: torch.Tensor, adapters: torch.Tensor | None = None) -> torch.Tensor:
         """LocEnc's outputs, [A, hidden], for patches of prompts that have these adapter slots, int64 [A]."""

@@ -17,9 +17,10 @@ from dq_engine.child_process import start_module
 from dq_engine.config import EngineConfig
 from dq_engine.parallel.group import Rank
 from dq_engine.parallel.messages import Message, Run, Slot, Start, write
-from dq_engine.runner import Runner, StepOutput
+from dq_engine.runner import Runner
 from dq_engine.scheduler import Step
 from dq_engine.sequence import Sequence
+from dq_engine.step_output import StepOutput
 
 logger = logging.getLogger(__name__)
 
