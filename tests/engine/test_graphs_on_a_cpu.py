@@ -1,0 +1,117 @@
+"""Everything about CUDA graphs but CUDA: buckets, padding, scratch slots and fixed inputs, with graphs that run anew.
+
+A graph here remembers its function and its arguments, and a replay runs it and writes into the same outputs.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from reference.checkpoints import SHAPES
+from reference.listening import Heard, hear
+
+from dq_engine import engine as engine_module
+from dq_engine import graphs, prefill_graphs
+from dq_engine.attention.sdpa import SdpaBackend
+from dq_engine.engine import DqCoreEngine, EngineConfig, Request
+from dq_engine.engine_graphs import Graphs
+
+SHAPE = SHAPES[0]
+SETTINGS = {"max_num_seqs": 6, "realtime": False, "prefill_buckets": "1:32,3:64,6:200"}
+
+
+class StandIn:
+    """A graph."""
+
+    def __init__(self, function, arguments: list[torch.Tensor], outputs: tuple[torch.Tensor, ...]) -> None:
+        self._function, self._arguments, self._outputs = function, arguments, outputs
+
+    def pool(self) -> None:
+        """Memory is not shared."""
+
+    def replay(self) -> None:
+        for output, now in zip(self._outputs, self._function(*self._arguments), strict=True):
+            output.copy_(now)
+
+
+def capture(function, arguments, pool, side=None) -> tuple[StandIn, tuple[torch.Tensor, ...]]:
+    outputs = tuple(output.clone() for output in function(*arguments))
+    return StandIn(function, arguments, outputs), outputs
+
+
+def paged(self, q, k_cache, v_cache, metadata, scale):
+    """Of prompts in a graph: what the host must not know is read off the device."""
+    if metadata.query_starts is None or metadata.lengths is not None:
+        return sdpa_paged(self, q, k_cache, v_cache, metadata, scale)
+    lengths = metadata.query_starts.diff().tolist()
+    metadata.lengths = [(n, all_) for n, all_ in zip(lengths, metadata.context_lens.tolist(), strict=True) if n]
+    made = q.new_zeros(q.shape)
+    if total := sum(lengths):
+        made[:total] = sdpa_paged(self, q[:total], k_cache, v_cache, metadata, scale)
+    metadata.lengths = None
+    return made
+
+
+sdpa_paged = SdpaBackend.paged
+
+
+@pytest.fixture(scope="module")
+def with_graphs() -> Iterator[None]:
+    load = engine_module.load
+
+    def load_and_capture(config, path, progress, *rest):
+        parts = load(config, path, progress, *rest)
+        Graphs(parts.runner, parts.vae, config, parts.limits.max_num_seqs).capture(progress)
+        return parts
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (graphs, prefill_graphs):
+            patch.setattr(module, "capture", capture)
+            patch.setattr(module, "replay_seconds", lambda graph: 1e-3)
+        patch.setattr(SdpaBackend, "graphs_prefill", True)
+        patch.setattr(SdpaBackend, "paged", paged)
+        patch.setattr(engine_module, "load", load_and_capture)
+        yield
+
+
+REFERENCE = np.random.default_rng(0).standard_normal((40, SHAPE.feat_dim)).astype(np.float32)
+PROMPT = np.random.default_rng(1).standard_normal((24, SHAPE.feat_dim)).astype(np.float32)
+KINDS = [
+    {"text": "oh no"},
+    {"text": "a longer text, with a description", "control": "low", "cfg_value": 1.5},
+    {"text": "why", "reference_latents": REFERENCE, "temperature": 0.7},
+    {"text": "no", "voice": "ann"},
+    {"text": "so", "voice": "ann", "reference_latents": REFERENCE[:8]},
+    {"text": "long " * 60},
+    {"text": "at last", "voice": "ann"},
+]
+
+
+def speak(path, tmp_path, **settings) -> tuple[list[Heard], list[Heard], dict]:
+    """The requests one after the other and all at once, and the engine's counters."""
+    requests = [
+        Request(seed=n, min_generate_length=9 + n, max_generate_length=9 + n, return_latents=True, **fields)
+        for n, fields in enumerate(KINDS)
+    ]
+    config = EngineConfig(model=str(path), device="cpu", threads=1, voices_dir=str(tmp_path), **settings)
+    with DqCoreEngine(config) as engine:
+        engine.voices.register("ann", prompt_latents=PROMPT, prompt_text="well")
+        alone = [hear(engine.submit(request)) for request in requests]
+        streams = [engine.submit(request) for request in requests]
+        return alone, [hear(stream) for stream in streams], engine.snapshot()
+
+
+@pytest.fixture(scope="module")
+def eager(checkpoint, tmp_path_factory) -> list[Heard]:
+    return speak(checkpoint(SHAPE)[0], tmp_path_factory.mktemp("voices"), **SETTINGS)[0]
+
+
+def test_with_graphs_it_says_the_same(checkpoint, eager, with_graphs, tmp_path):
+    alone, together, counters = speak(checkpoint(SHAPE)[0], tmp_path, **SETTINGS)
+    for ours, expected in zip(alone + together, eager + eager, strict=True):
+        np.testing.assert_allclose(ours.latents, expected.latents, atol=1e-4)
+        np.testing.assert_allclose(ours.audio, expected.audio, atol=1e-4)
+    assert counters["decode_graph_hits"] > 50 and counters["prefill_graph_hits"] > 8
+    assert counters["prefill_graph_fallbacks"] > 0, "no bucket holds the longest"
+    assert counters["prefill_padding_tokens"] > 0
