@@ -4,10 +4,12 @@ A graph here remembers its function and its arguments, and a replay runs it and 
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from reference.adapters import AdapterShape, adapter_sizes, random_weights, write_adapter
 from reference.checkpoints import SHAPES
 from reference.listening import Heard, hear
 
@@ -88,30 +90,60 @@ KINDS = [
 ]
 
 
-def speak(path, tmp_path, **settings) -> tuple[list[Heard], list[Heard], dict]:
+ADAPTED = [{"text": "oh no", "lora": "x"}, {"text": "oh no", "lora": "y"}, {"text": "so", "voice": "ann", "lora": "x"}]
+
+
+@pytest.fixture(scope="module")
+def adapters(checkpoint, tmp_path_factory) -> Path:
+    """A folder with two."""
+    folder, shape = tmp_path_factory.mktemp("adapters"), AdapterShape(seed=0, rank=4)
+    sizes = adapter_sizes(checkpoint(SHAPE)[0], shape)
+    for seed, name in enumerate("xy"):
+        write_adapter(folder / name, random_weights(sizes, AdapterShape(seed=seed, rank=4)), shape)
+    return folder
+
+
+def speak(model: Path, folder: Path, kinds: list[dict], **settings) -> tuple[list[Heard], list[Heard], dict]:
     """The requests one after the other and all at once, and the engine's counters."""
     requests = [
         Request(seed=n, min_generate_length=9 + n, max_generate_length=9 + n, return_latents=True, **fields)
-        for n, fields in enumerate(KINDS)
+        for n, fields in enumerate(KINDS + ADAPTED)
+        if fields in kinds
     ]
-    config = EngineConfig(model=str(path), device="cpu", threads=1, voices_dir=str(tmp_path), **settings)
+    config = EngineConfig(model=str(model), device="cpu", threads=1, voices_dir=str(folder), **SETTINGS, **settings)
     with DqCoreEngine(config) as engine:
         engine.voices.register("ann", prompt_latents=PROMPT, prompt_text="well")
+        for name in "xy" if engine.config.lora_max_loras else "":
+            engine.register_lora(name, name)
         alone = [hear(engine.submit(request)) for request in requests]
         streams = [engine.submit(request) for request in requests]
         return alone, [hear(stream) for stream in streams], engine.snapshot()
 
 
+def assert_same(ours: list[Heard], expected: list[Heard]) -> None:
+    for one, other in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(one.latents, other.latents, atol=1e-4)
+        np.testing.assert_allclose(one.audio, other.audio, atol=1e-4)
+
+
 @pytest.fixture(scope="module")
-def eager(checkpoint, tmp_path_factory) -> list[Heard]:
-    return speak(checkpoint(SHAPE)[0], tmp_path_factory.mktemp("voices"), **SETTINGS)[0]
+def eager(checkpoint, adapters, tmp_path_factory) -> list[Heard]:
+    """What each request makes without graphs, those with adapters last."""
+    voices, model = tmp_path_factory.mktemp("voices"), checkpoint(SHAPE)[0]
+    return speak(model, voices, KINDS + ADAPTED, lora_max_loras=2, lora_dir=str(adapters))[0]
 
 
 def test_with_graphs_it_says_the_same(checkpoint, eager, with_graphs, tmp_path):
-    alone, together, counters = speak(checkpoint(SHAPE)[0], tmp_path, **SETTINGS)
-    for ours, expected in zip(alone + together, eager + eager, strict=True):
-        np.testing.assert_allclose(ours.latents, expected.latents, atol=1e-4)
-        np.testing.assert_allclose(ours.audio, expected.audio, atol=1e-4)
+    alone, together, counters = speak(checkpoint(SHAPE)[0], tmp_path, KINDS)
+    assert_same(alone + together, 2 * eager[: len(KINDS)])
     assert counters["decode_graph_hits"] > 50 and counters["prefill_graph_hits"] > 8
     assert counters["prefill_graph_fallbacks"] > 0, "no bucket holds the longest"
     assert counters["prefill_padding_tokens"] > 0
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+def test_with_adapters_too(checkpoint, eager, adapters, with_graphs, tmp_path, prefill):
+    settings = {"lora_max_loras": 2, "lora_dir": str(adapters), "prefill_graph_lora": prefill}
+    alone, together, counters = speak(checkpoint(SHAPE)[0], tmp_path, KINDS[:3] + ADAPTED, **settings)
+    assert_same(alone + together, 2 * (eager[:3] + eager[len(KINDS) :]))
+    assert counters["prefill_graph_fallbacks"] == 0 and counters["prefill_graph_hits"] > 3
