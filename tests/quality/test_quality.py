@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from quality import failures, figures, measure_rows, speak_all
@@ -27,6 +28,11 @@ def speak_together(engine: DqCoreEngine, streams: int) -> list[Spoken]:
 def alone() -> list[Spoken]:
     with DqCoreEngine(EngineConfig(model=str(SMALL), device="cpu", threads=1)) as engine:
         return speak_together(engine, 1)
+
+
+def test_no_stream_begins_with_a_click(alone):
+    for spoken in alone:
+        assert np.abs(spoken.samples[: spoken.sample_rate // 100]).max() < 0.02
 
 
 def rows(judge, alone: list[Spoken], together: list[Spoken]) -> list[dict]:

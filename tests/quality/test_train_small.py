@@ -192,6 +192,30 @@ def test_the_decoders_stage_leaves_the_latents_alone(corpus, tmp_path, adversari
     assert ("discriminators" in curve["columns"]) == adversaries and np.isfinite(curve["rows"]).all()
 
 
+def test_the_decoders_stage_ends_with_one_that_hardly_clicks(corpus, tmp_path):
+    vae = load_vae(SMALL, CPU)
+    last, seen = vae.decoder.model[-2], {}
+    handle = last.register_forward_hook(lambda module, inputs, output: seen.update(x=inputs[0]))
+
+    @torch.no_grad()
+    def onset() -> float:
+        return vae.decode(vae.encode(torch.zeros(1, 1, 4 * FRAME), 16000))[0, 0, :480].abs().max().item()
+
+    onset()
+    with torch.no_grad():  # in silence what is before it still adds up to nothing, at the beginning it does not
+        weight = last.weight.clone()
+        weight[0, 0, 0] += 0.2
+        last.weight_v.copy_(weight)
+        last.weight_g.copy_(weight.norm().view_as(last.weight_g))
+        last.bias -= 0.2 * seen["x"][0, 0, -1]
+    clicking = onset()
+    assert clicking > 0.1
+    settings = VaeSettings(batch=1, frames=8, rate=1e-6, adversaries=False)
+    train_decoder(vae, write(corpus, tmp_path / "corpus"), tmp_path / "out", Budget(1, 1), settings, CPU, 0)
+    handle.remove()
+    assert onset() < clicking / 2
+
+
 def test_an_adapter_is_trained_on_a_voice_that_the_models_do_not_know(corpus, tmp_path):
     folder = write(Corpus([(text, "kal") for text, _ in corpus.items], corpus.audio, corpus.offsets), tmp_path / "c")
     train_adapter(SMALL, folder, tmp_path / "out", Budget(1, 2), ModelSettings(8, 1e-3, 0), CPU, 0)

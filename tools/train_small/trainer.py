@@ -16,7 +16,8 @@ Batch = dict[str, torch.Tensor]
 _SAVE_EVERY_S = 60
 _CHECK_EVERY, _RECORD_EVERY = 20, 100
 _WARM_UP_STEPS = 3
-_AVERAGING = 0.002
+_AVERAGING, _AVERAGED_STEPS = 0.1, 500
+"""The moving average is over about the last tenth of the steps, at most so many."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ class Trainer:
             name = names[self._kinds_rng.choice(len(names), p=shares / shares.sum())]
             figures = runs[name](kinds[name].make())
             recent = figures.clone() if recent is None else recent.lerp_(figures, 0.05)
-            torch._foreach_lerp_(self.average, self.averaged, _AVERAGING)
+            share = 1 / min(1 + _AVERAGING * self.step, _AVERAGED_STEPS)
+            torch._foreach_lerp_(self.average, self.averaged, share)
             self.step += 1
         self._save()
 

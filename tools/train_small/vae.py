@@ -32,6 +32,8 @@ _BEGINS = 0.4
 """Share of the batches whose crops begin where sentences do, as every stream does."""
 _ONSET, _ONSET_WEIGHT = 144, 4.0
 """Samples at 48 kHz of a stream's beginning, 3 ms, that count once more: the spectra hardly see a click there."""
+_FITTED, _SILENCE_WEIGHT = 24, 10.0
+"""Sentences to which the last convolution is fitted in the end, and how much more their beginnings count."""
 _FOOLING, _FEATURES = 1 / 15, 2 / 15
 """Weights beside the reconstruction's 1; the proportions of the Descript audio codec (Kumar and others, 2023)."""
 
@@ -99,6 +101,7 @@ def train_vae(
     trainer.take_average()
     vae.eval()
     _normalize_latents(vae, load_corpus(corpus)[0], device)
+    _begin_silently(vae, load_corpus(corpus)[0], device)
     return vae
 
 
@@ -167,6 +170,7 @@ def train_decoder(
         trainer.run(_kinds(Crops(corpus, settings.batch, settings.frames, device), step), budget, warm_up=100)
     trainer.take_average()
     vae.eval()
+    _begin_silently(vae, load_corpus(corpus)[0], device)
 
 
 def _kinds(crops: Crops, step: Callable[[Batch, int], torch.Tensor]) -> dict[str, Kind]:
@@ -219,3 +223,30 @@ def _normalize_latents(vae: AudioVAE, corpus: Corpus, device: torch.device) -> N
     layer = vae.encoder.fc_mu
     layer.weight_g.div_(latents.std(1).view(-1, 1, 1))
     layer.bias.copy_((layer.bias - latents.mean(1)) / latents.std(1))
+
+
+@torch.no_grad()
+def _begin_silently(vae: AudioVAE, corpus: Corpus, device: torch.device) -> None:
+    """Fit the last convolution anew, by least squares: to what it gives, and to silence where sentences begin.
+
+    Before it lie activations that are not zero in silence; its bias makes up for them, and where a stream begins there
+    is only the bias: a click.
+    """
+    layer, seen = vae.decoder.model[-2], {}
+    handle = layer.register_forward_hook(lambda module, inputs, output: seen.update(x=inputs[0], y=output))
+    taps, size = layer.kernel_size[0], layer.in_channels * layer.kernel_size[0]
+    products = torch.zeros(size + 1, size + 2, dtype=torch.float64)
+    for begin, end in zip(corpus.offsets[:_FITTED], corpus.offsets[1:], strict=False):
+        audio = torch.from_numpy(corpus.audio[begin:end]).to(device).float()[None, None] / 32768
+        vae.decode(vae.encode(audio, CONFIG["sample_rate"]))
+        x = nn.functional.pad(seen["x"][0], (taps - 1, 0)).unfold(1, taps, 1).transpose(0, 1).reshape(-1, size)
+        rows = torch.cat([x, torch.ones_like(x[:, :1]), seen["y"][0, 0, :, None]], 1).cpu().double()
+        rows[:_ONSET, -1] = 0
+        rows[:_ONSET] *= _SILENCE_WEIGHT
+        products += rows[:, :-1].T @ rows
+    handle.remove()
+    fitted = torch.linalg.solve(products[:, :-1], products[:, -1]).float().to(device)
+    weight = fitted[:-1].view_as(layer.weight_v)
+    layer.weight_v.copy_(weight)
+    layer.weight_g.copy_(weight.norm().view_as(layer.weight_g))
+    layer.bias.copy_(fitted[-1:])
