@@ -108,6 +108,8 @@ def speak(folder: Path, slots: int = 4, patches: int = 8, **settings) -> tuple[d
         reference = rng.standard_normal((40 * engine.patch_size, engine.feat_dim)).astype(np.float32)
         for name in NAMES:
             engine.register_lora(name, name)
+        on_host = [adapter.weights.row for adapter in engine._adapters._adapters.values()]
+        assert settings["device"] == "cpu" or all(row.is_pinned() for row in on_host)
         streams = {
             name: engine.submit(
                 Request(

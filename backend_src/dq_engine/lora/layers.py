@@ -7,6 +7,7 @@ every layer at the largest rank; what an adapter does not use is zero.
 import contextlib
 import logging
 import math
+import mmap
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -119,7 +120,8 @@ class LoraLayers:
             a: of each projection by its name in the file, [rank, inputs], in any floating dtype.
             b: of the same projections, [outputs, rank].
         """
-        row = torch.zeros(self._storage.size(1), dtype=self.dtype)
+        # Pages of its own, zero at first: memory is pinned by the page.
+        row = torch.frombuffer(mmap.mmap(-1, self.slot_bytes), dtype=self.dtype)
         for layer, all_a, all_b in self._matrices(row[None]):
             begin = 0
             for index, (target, size) in enumerate(zip(layer.targets, layer.sizes, strict=True)):
