@@ -53,7 +53,9 @@ def on_first(tmp_path_factory) -> list[np.ndarray]:
 def assert_close(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
     for one, other in zip(ours, theirs, strict=True):
         assert one.shape == other.shape
-        assert np.abs(one - other).max() < 1e-2
+        # Sums in another order are 1e-5 apart, until one of the quantizer's roundings goes the other way for it.
+        errors = np.abs(one - other).reshape(-1, 4, one.shape[1]).max(axis=(1, 2))
+        assert errors[:3].max() < 1e-4 and errors.max() < 0.3, errors
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False])
