@@ -145,18 +145,20 @@ if triton is not None:
         return projection, begin + column, column < size
 
     @triton.jit
-    def _add(
-        y, hidden, matrix, row, inside, column, present, rank, y_stride, RANK: tl.constexpr, PRECISION: tl.constexpr
-    ):
-        """y += hidden B^T, for these rows and columns."""
+    def _outputs(y, matrix, row, inside, column, present, rank, y_stride, RANK: tl.constexpr):
+        """Where sums are added to for these rows and columns, which of them there are, what is there, and B."""
         lane = tl.arange(0, RANK)
         weights = tl.load(
             matrix + column[:, None] * rank + lane[None, :], present[:, None] & (lane < rank)[None, :], other=0.0
         )
         target, mask = y + row[:, None] * y_stride + column[None, :], inside[:, None] & present[None, :]
-        total = tl.load(target, mask, other=0.0).to(tl.float32)
+        return target, mask, tl.load(target, mask, other=0.0).to(tl.float32), weights
+
+    @triton.jit
+    def _add(target, mask, total, hidden, weights, PRECISION: tl.constexpr):
+        """total + hidden B^T."""
         total += tl.dot(hidden.to(weights.dtype), tl.trans(weights), input_precision=PRECISION)
-        tl.store(target, total.to(y.dtype.element_ty), mask)
+        tl.store(target, total.to(target.dtype.element_ty), mask)
 
     @triton.jit(do_not_specialize=["parts", "distance"])
     def _shrink(
@@ -182,12 +184,16 @@ if triton is not None:
         row, inside, slot = _rows(tiles, tl.program_id(0), distance, ROWS, COPIES)
         if slot >= 0:
             projection, column, present = _columns(tl.program_id(1), size0, size1, size2, BLOCK)
+            # What the sums have nothing to do with is on its way while they are made.
+            target, mask, total, weights = _outputs(
+                y, b + slot * b_slot, row, inside, column, present, rank, y_stride, RANK
+            )
             lane = tl.arange(0, RANK)
             source = h + projection * h_projection + row[:, None] * rank + lane[None, :]
             hidden = tl.zeros((COPIES * ROWS, RANK), tl.float32)
             for part in range(parts):
                 hidden += tl.load(source + part * h_part, inside[:, None] & (lane < rank)[None, :], other=0.0)
-            _add(y, hidden, b + slot * b_slot, row, inside, column, present, rank, y_stride, RANK, PRECISION)
+            _add(target, mask, total, hidden, weights, PRECISION)
 
     @triton.jit(do_not_specialize=["distance"])
     def _both(
@@ -199,9 +205,12 @@ if triton is not None:
         row, inside, slot = _rows(tiles, tl.program_id(0), distance, ROWS, COPIES)
         if slot >= 0:
             projection, column, present = _columns(tl.program_id(1), size0, size1, size2, BLOCK_N)
+            target, mask, total, weights = _outputs(
+                y, b + slot * b_slot, row, inside, column, present, rank, y_stride, RANK
+            )
             matrix = a + slot * a_slot + projection * a_projection
             hidden = _sums(x, matrix, row, inside, k_size, rank, x_stride, 0, 1, RANK, BLOCK_K, PRECISION)
-            _add(y, hidden, b + slot * b_slot, row, inside, column, present, rank, y_stride, RANK, PRECISION)
+            _add(target, mask, total, hidden, weights, PRECISION)
 
 
 def lora_add(
