@@ -6,7 +6,8 @@ thousandth), and the audio by less than 1e-3 of full scale, as long as every val
 
 The first test moves all latents as float32 may: no level changes, and the audio is the same to 1e-4. The second rounds
 one value to its other level: only then does the audio differ by more, from that patch on. 18 values turned so, in 6
-sentences, changed it by 2e-4 to 2.5e-2, and no sentence's length.
+sentences, changed it by 2e-4 to 2.5e-2, and no sentence's length. Of 1,000 sentences at 32 streams 2 differed by more
+than 1e-3 from what they are alone, none by 0.1; whether a level turned in these 2 was not recorded.
 """
 
 from collections.abc import Iterator
