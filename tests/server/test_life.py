@@ -168,10 +168,24 @@ def test_a_killed_encoder(server):
     assert last.as_numpy("finish_reason").tolist() == [b"stop"]
 
 
+def test_a_hung_encoder(server):
+    """It is replaced after 5 s; streams that it has nothing to do with notice nothing."""
+    with Talk(server, MEDIUM) as plain, Talk(server, MEDIUM | {"output_format": "mp3"}) as encoded:
+        plain.next()
+        encoded.next()
+        for process in _processes(server, "encoder"):
+            process.suspend()
+        assert plain.rest()[-1].as_numpy("finish_reason").tolist() == [b"length"]
+        assert encoded.error() == "INTERNAL: encoding the audio failed: the process that encoded it has ended"
+    last = speak(server, {"text": TEXT, "output_format": "mp3"})[-1]
+    assert last.as_numpy("finish_reason").tolist() == [b"stop"]
+
+
 def test_a_stop_half_way(server):
     processes = _all_processes(server)
-    talks = [Talk(server, LONG) for _ in range(4)]
-    talks[0].next()
+    talks = [Talk(server, LONG | {"output_format": name}) for name in ("f32", "mp3", "f32", "opus")]
+    for talk in talks[:2]:
+        talk.next()
     begun = time.monotonic()
     server.stop()
     assert time.monotonic() - begun < 5.5
@@ -181,7 +195,9 @@ def test_a_stop_half_way(server):
         talk.close()
     assert all(_ends(process) for process in processes)
     assert list(Path("/dev/shm").glob(f"voxcpm2_{server.pid}_*")) == []
-    assert not re.search(r"^\S+ \S+ ERROR dq_engine.*", server.log_path.read_text(), re.MULTILINE)
+    log = server.log_path.read_text()
+    assert not re.search(r"^\S+ \S+ ERROR dq_engine.*", log, re.MULTILINE)
+    assert log.count("worker 0 starts (process") == 1
 
 
 def test_a_failed_start_ends_with_its_reason(tmp_path):

@@ -18,7 +18,9 @@ from dq_engine.serving.encoder_process import Drop, Encoded, Failure, Piece
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group
+    # Both may be sent to the whole group; streams that still run end in order first.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     connection = Connection(os.dup(0))
     decoder, encoders = msgspec.msgpack.Decoder(Piece | Drop), {}
     while True:

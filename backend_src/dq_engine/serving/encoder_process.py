@@ -12,11 +12,11 @@ from multiprocessing.connection import Connection
 import msgspec
 import numpy as np
 
-from dq_engine.audio.output import NOTHING
+from dq_engine.audio.output import MIN_RATE, NOTHING
 from dq_engine.child_process import start_module
 
-ANSWER_TIMEOUT_S = 30
-"""A process that takes longer for one piece is taken for hung."""
+ANSWER_TIMEOUT_S, ANSWER_TIMEOUT_SHARE = 5, 0.05
+"""A process that takes longer for one piece, and this share of the piece's length more, is taken for hung."""
 
 
 class Output(msgspec.Struct, frozen=True):
@@ -72,11 +72,11 @@ class EncoderProcess:
         Raises:
             RuntimeError: it cannot be encoded, or the process has ended, and with it all streams that it had.
         """
-        data = msgspec.msgpack.encode(piece)
+        data, samples = msgspec.msgpack.encode(piece), len(piece.samples) / np.float32().nbytes
         with self._lock:
             try:
                 self._connection.send_bytes(data)
-                if not self._connection.poll(ANSWER_TIMEOUT_S):
+                if not self._connection.poll(ANSWER_TIMEOUT_S + ANSWER_TIMEOUT_SHARE * samples / MIN_RATE):
                     raise TimeoutError
                 answer = self._decoder.decode(self._connection.recv_bytes())
             except (OSError, EOFError) as error:

@@ -50,7 +50,8 @@ class Supervisor:
 
     Args:
         configs: the settings of each worker.
-        on_heartbeat: called with a worker's number and its engine's snapshot once a second, and with None when it died.
+        on_heartbeat: called with a worker's number and its engine's snapshot once a second, and with None when it has
+            died and before it is started again.
     """
 
     def __init__(
@@ -214,7 +215,9 @@ class Supervisor:
         for slot in self._slots:
             if slot.worker is None:
                 if self._stop_at is None and time.monotonic() >= slot.restart_at:
-                    self._start_worker(slot)
+                    self._on_heartbeat(slot.index, None)  # which may find that all of it is to stop
+                    if self._stop_at is None:
+                        self._start_worker(slot)
                 continue
             if slot.worker.outbox in events:
                 self._receive(slot)

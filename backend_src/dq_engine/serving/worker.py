@@ -8,6 +8,7 @@ worker ends at once.
 """
 
 import argparse
+import dataclasses
 import json
 import logging
 import os
@@ -60,7 +61,7 @@ class Worker:
     Args:
         engine: a started `DqCoreEngine`.
         outbox: takes what goes to the supervisor.
-        encoders: one for each lane of the outbox.
+        encoders: one for each lane of the outbox but the first, which waits for none of them.
     """
 
     def __init__(self, engine, outbox: Outbox, encoders: list[EncoderProcess]) -> None:
@@ -68,6 +69,7 @@ class Worker:
         self._operations = Operations(engine, outbox.post)
         self._streams = {}
         self._lock = threading.Lock()
+        self._stopping = False
         self._ended: set[int] = set()
         """Streams that ended before `submit` returned their `Stream`."""
 
@@ -92,6 +94,7 @@ class Worker:
                     os._exit(1)  # the engine's thread cannot be stopped any more
             events = dict(poller.poll(max(0.0, 1e3 * (next_heartbeat - now))))
             if terminated in events:
+                self._stopping = True
                 return 0
             if inbox not in events:
                 continue
@@ -103,6 +106,7 @@ class Worker:
             elif isinstance(message, Call):
                 self._operations.handle(message)
             elif isinstance(message, Shutdown):
+                self._stopping = True
                 return 0
 
     def _submit(self, message: Submit) -> None:
@@ -110,11 +114,12 @@ class Worker:
             model_rate = self._engine.sample_rate
             sample_rate = model_rate if message.sample_rate is None else message.sample_rate
             check_output(message.output_format, sample_rate)
-            output, lane = Output(message.output_format, model_rate, sample_rate), message.id % len(self._encoders)
+            output = Output(message.output_format, model_rate, sample_rate)
             if message.output_format.removesuffix("_base64") in _OWN_FORMATS and sample_rate == model_rate:
-                encoder = OutputEncoder(message.output_format, model_rate, sample_rate)
+                encoder, lane = OutputEncoder(message.output_format, model_rate, sample_rate), 0
             else:
-                encoder = RemoteEncoder(self._encoders[lane], message.id, output)
+                number = message.id % len(self._encoders)
+                encoder, lane = RemoteEncoder(self._encoders[number], message.id, output), 1 + number
             outgoing = OutgoingStream(
                 message.id, encoder, sample_rate, not message.stream, lambda: self._cancel(message.id), lane
             )
@@ -133,6 +138,8 @@ class Worker:
 
     def _on_chunk(self, outgoing: OutgoingStream, chunk: Chunk) -> None:
         """On the engine's delivery thread."""
+        if self._stopping and chunk.error is not None:
+            chunk = dataclasses.replace(chunk, error=RequestError("UNAVAILABLE", "the server is shutting down"))
         if chunk.is_last:
             with self._lock:
                 if self._streams.pop(outgoing.id, None) is None:
@@ -175,9 +182,8 @@ def main() -> NoReturn:
         with sending:
             socket.send(data)
 
-    lanes = min(MOST_ENCODERS, max(1, len(os.sched_getaffinity(0)) // 2))
-    encoders = [EncoderProcess() for _ in range(lanes)]
-    outbox = Outbox(send, lanes)
+    encoders = [EncoderProcess() for _ in range(min(MOST_ENCODERS, max(1, len(os.sched_getaffinity(0)) // 2)))]
+    outbox = Outbox(send, 1 + len(encoders))
     status = _serve(config, inbox, outbox, encoders)
     outbox.close()
     for encoder in encoders:

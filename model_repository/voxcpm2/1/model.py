@@ -138,7 +138,7 @@ class TritonPythonModel:
         return True
 
     def _heartbeat(self, worker: int, snapshot: dict | None) -> None:
-        """Once a second, on the supervisor's thread."""
+        """Once a second, and before a worker is started again; on the supervisor's thread."""
         self._metrics.heartbeat(worker, snapshot)
         if snapshot is not None:
             self._sample_rate = snapshot["sample_rate"]
@@ -146,7 +146,7 @@ class TritonPythonModel:
         # cancelled just after its end. It calls nothing meanwhile, and may crash when its exit timeout is over (seen
         # with 2.51). So the streams and the worker are ended as soon as the model is on its way out.
         # (Asked before the model is served, tritonserver may crash or hang; a request is the first sign that it is.)
-        if snapshot is not None and self._warm_ups < 0 and not self._is_served():
+        if self._warm_ups < 0 and not self._is_served():
             self._supervisor.begin_stop()
 
     def _is_served(self) -> bool:
