@@ -83,6 +83,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.output.suffix.lower() not in FORMATS:
         sys.exit(f"error: --output: {args.output} must end in one of {', '.join(FORMATS)}")
+    if not args.output.parent.is_dir():
+        sys.exit(f"error: --output: there is no directory {args.output.parent}")
     names = ("text", "control", "voice", "prompt_text", "lora", "seed", "max_generate_length")
     fields = {name: getattr(args, name) for name in names}
     fields["reference_audio"] = args.reference and args.reference.read_bytes()

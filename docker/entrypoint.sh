@@ -48,6 +48,11 @@ if [[ -n $model && $model != "~"* && ! -d $model && ! $model =~ ^[^./][^/]*/[^/]
     echo "entrypoint: $model is neither a directory nor a hub id of the form owner/name" >&2
     exit 1
 fi
+# What looks like a hub id may be a directory's name with a slip in it: the hub's answer would be about the network.
+if [[ -n $model && $model != "~"* && ! -d $model && -d ${model%/*} ]]; then
+    echo "entrypoint: there is no directory ${model##*/} in ${model%/*}" >&2
+    exit 1
+fi
 # One prefix a server: several share a machine's /dev/shm, and what a killed one left can be told apart.
 shm=voxcpm2_$$_$(od -An -N4 -tx4 /dev/urandom | tr -d ' ')_
 export START_ERROR_FILE=/dev/shm/${shm}start_error # voxcpm2's model.py writes why the engine did not start

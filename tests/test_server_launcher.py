@@ -191,6 +191,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(repository, whic
         ({"HTTP_PORT": "65536"}, "HTTP_PORT: 127.0.0.1:65536: must be from 1 to 65535"),
         ({"HTTP_PORT": "31999", "GRPC_PORT": "31999"}, "GRPC_PORT: 127.0.0.1:31999: address already in use"),
         ({"MODEL": "/no/such/model"}, "/no/such/model is neither a directory nor a hub id of the form owner/name"),
+        ({"MODEL": "models/smal"}, "there is no directory smal in models"),
         ({"DQ_ENGINE_MODEL": "no-such"}, "no-such is neither a directory nor a hub id of the form owner/name"),
         (
             {"HOST": "0.0.0.0", "HTTP_PORT": "x"},
@@ -206,7 +207,8 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(repository, whic
 def test_settings_that_cannot_be_are_told_before_anything_is_loaded(settings, message):
     """It listens on this machine alone, unless it is told otherwise."""
     environment = {name: value for name, value in os.environ.items() if name != "HOST"} | settings
-    done = subprocess.run([ROOT / "docker/entrypoint.sh"], env=environment, capture_output=True, text=True, timeout=20)
+    command = [ROOT / "docker/entrypoint.sh"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=20)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"entrypoint: {message}\n")
 
 

@@ -95,12 +95,19 @@ def test_the_suffix_chooses_the_format(example, suffix, server, tmp_path, record
         assert 0 <= len(samples) - len(known) <= (4000 if suffix == ".mp3" else 0)
 
 
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        ("out.aac", "{}/out.aac must end in one of .wav, .flac, .mp3, .opus, .ogg"),
+        ("no/out.wav", "there is no directory {}/no"),
+    ],
+)
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_a_format_that_there_is_not(example, tmp_path):
-    words = command(example, TEXT, "--output", str(tmp_path / "out.aac"), port=1)
+def test_a_file_that_cannot_be_written(example, tmp_path, output, reason):
+    """It is said before anything is spoken."""
+    words = command(example, TEXT, "--output", str(tmp_path / output), port=1)
     result = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    message = f"error: --output: {tmp_path}/out.aac must end in one of .wav, .flac, .mp3, .opus, .ogg\n"
-    assert (result.returncode, result.stderr) == (1, message)
+    assert (result.returncode, result.stderr) == (1, f"error: --output: {reason.format(tmp_path)}\n")
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
