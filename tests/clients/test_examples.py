@@ -171,7 +171,7 @@ def test_no_server_there(example, tmp_path):
 def test_a_file_that_cannot_be_read_or_written(example, server, tmp_path):
     for arguments in (["--reference", "/none/voice.wav"], ["--output", "/none/out.wav"]):
         result = speak(example, server, TEXT, *arguments)
-        assert result.stderr.startswith("error: ") and "/none/" in result.stderr
+        assert result.stderr.startswith("error: ") and "/none" in result.stderr
         assert (result.returncode, result.stderr.count("\n")) == (1, 1)
 
 
