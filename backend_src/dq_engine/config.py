@@ -58,7 +58,9 @@ class EngineConfig(BaseSettings):
     max_prefill_tokens: int = Field(default=0, ge=0, description="most prompt tokens in one step; 0 = no own limit")
     max_prefill_seqs: int = Field(default=0, ge=0, description="most prompts in one step; 0 = no own limit")
     realtime: bool = Field(
-        default=True, description="protect running streams from new ones; 0 = most throughput, for offline work"
+        default=True,
+        description="protect running streams from new ones, which may wait though slots are free; "
+        "0 = most throughput, for offline work",
     )
     prefill_graph: bool = Field(default=True, description="run prompts in CUDA graphs; 0 = without")
     prefill_buckets: str = Field(
