@@ -149,7 +149,7 @@ def test_a_slow_server_holds_up_nobody_and_gets_sums(registry):
     kept.stop()
     assert registry.shown["patches_total", "0", ""] == registry.shown["errors_total", "0", "UNAVAILABLE"] == 200
     assert registry.shown["active_streams", "0", ""] == 200
-    assert registry.calls < 20
+    assert registry.calls < 100, "of 600 changes"
 
 
 def test_a_server_that_refuses_does_not_end_the_thread(registry, monkeypatch):
