@@ -106,6 +106,8 @@ class ControlClient:
                 if data is None:
                     raise RequestError("UNAVAILABLE", f"the model {self._model} has ended")
                 answer = decode_answer(data)
+                with contextlib.suppress(OSError):  # until the server has closed it: it has room for another call then
+                    connection.recv(1)
             except TimeoutError:
                 message = f"the model {self._model} has not answered within {call.timeout_s:g} s"
                 raise RequestError("UNAVAILABLE", message) from None

@@ -77,13 +77,13 @@ class ControlServer:
             _answer(connection, ControlError("UNAVAILABLE", f"{MAX_CALLS} calls are under way already"))
 
     def _serve(self, connection: socket.socket) -> None:
-        try:
-            with connection:
+        with connection:  # closed when there is room for the next: the client waits for that
+            try:
                 self._serve_one(connection)
-        except Exception:
-            logger.exception("a call failed")
-        finally:
-            self._room.release()
+            except Exception:
+                logger.exception("a call failed")
+            finally:
+                self._room.release()
 
     def _serve_one(self, connection: socket.socket) -> None:
         try:
