@@ -95,7 +95,6 @@ class DqCoreEngine:
         self._patch_seconds = self.patch_size * checkpoint.vae.decoder_chunk_size / self.sample_rate
         pacer = Pacer(
             self._patch_seconds,
-            self._limits.max_num_seqs,
             self.config.max_num_batched_tokens,
             self.config.realtime,
         )

@@ -126,14 +126,13 @@ class Pacer:
 
     Args:
         patch_seconds: audio of one patch.
-        max_num_seqs: slots.
         max_prefill_tokens: most prompt tokens of a step in any case.
         protect: False takes everyone in as fast as possible, for work to which nobody listens.
     """
 
-    def __init__(self, patch_seconds: float, max_num_seqs: int, max_prefill_tokens: int, protect: bool) -> None:
-        self.patch_seconds, self.max_num_seqs, self.protect = patch_seconds, max_num_seqs, protect
-        self.max_prefill_tokens = min(max_prefill_tokens, MAX_PREFILL_TOKENS) if protect else max_prefill_tokens
+    def __init__(self, patch_seconds: float, max_prefill_tokens: int, protect: bool) -> None:
+        self.patch_seconds, self.protect = patch_seconds, protect
+        self.max_prefill_tokens = longest_prefill(max_prefill_tokens, protect)
         self.costs = StepCosts()
 
     def forget(self) -> None:
@@ -173,6 +172,11 @@ class Pacer:
         while count < waiting and (running + count == 0 or self.costs.decode(running + count + 1) <= limit):
             count += 1
         return count
+
+
+def longest_prefill(most: int, protect: bool) -> int:
+    """Prompt tokens of the longest step that is planned, of `most` that it may have; `protect` as of `Pacer`."""
+    return min(most, MAX_PREFILL_TOKENS) if protect else most
 
 
 def _waiting_tokens(running: Streams[Sequence]) -> int:

@@ -155,26 +155,14 @@ def test_a_killed_worker(server):
     assert speak(server, {"text": TEXT})[-1].as_numpy("finish_reason").tolist() == [b"stop"]
 
 
-def test_a_killed_encoder(server):
-    """It takes the streams along that it encodes, and nobody else; the next ones have a new one."""
+@pytest.mark.parametrize("how", [psutil.Process.kill, psutil.Process.suspend], ids=["killed", "hung"])
+def test_an_encoder_that_answers_no_more(server, how):
+    """It takes the streams along that it encodes, after 5 s if it hangs, and nobody else; the next have a new one."""
     with Talk(server, MEDIUM) as plain, Talk(server, MEDIUM | {"output_format": "mp3"}) as encoded:
         plain.next()
         encoded.next()
         for process in _processes(server, "encoder"):
-            process.kill()
-        assert encoded.error() == "INTERNAL: encoding the audio failed: the process that encoded it has ended"
-        assert plain.rest()[-1].as_numpy("finish_reason").tolist() == [b"length"]
-    last = speak(server, {"text": TEXT, "output_format": "mp3"})[-1]
-    assert last.as_numpy("finish_reason").tolist() == [b"stop"]
-
-
-def test_a_hung_encoder(server):
-    """It is replaced after 5 s; streams that it has nothing to do with notice nothing."""
-    with Talk(server, MEDIUM) as plain, Talk(server, MEDIUM | {"output_format": "mp3"}) as encoded:
-        plain.next()
-        encoded.next()
-        for process in _processes(server, "encoder"):
-            process.suspend()
+            how(process)
         assert plain.rest()[-1].as_numpy("finish_reason").tolist() == [b"length"]
         assert encoded.error() == "INTERNAL: encoding the audio failed: the process that encoded it has ended"
     last = speak(server, {"text": TEXT, "output_format": "mp3"})[-1]

@@ -30,7 +30,7 @@ class Device:
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(BlockPool(100_000, 16), self.slots, 8192, 0, 0)
-        self.pacer = Pacer(PATCH, self.slots, 8192, self.protect)
+        self.pacer = Pacer(PATCH, 8192, self.protect)
         self.last: dict[Sequence, float] = {}
 
     def add(self, count: int, prompt: int, patches: int) -> list[Sequence]:
@@ -146,6 +146,6 @@ def test_the_fixed_part_of_a_prefill_is_told_from_its_tokens():
 
 
 def test_a_device_that_cannot_keep_up_with_one_stream_takes_everyone():
-    pacer = Pacer(PATCH, 16, 8192, True)
+    pacer = Pacer(PATCH, 8192, True)
     pacer.costs.observe(1, 0, 0.5)
     assert pacer.admissions(0, 16) == 16

@@ -153,9 +153,8 @@ def _check(
     # Only now may anything be computed with them: a tensor of any shape can be written in a few bytes.
     weights = layers.pack(rank, alpha, a, b)
     if not weights.row.isfinite().all():
-        for kind, tensors in matrices.items():
-            for target, tensor in tensors.items():
-                if not (tensor.float() * (alpha / rank)).to(layers.dtype).isfinite().all():
+        for kind, scale in (("lora_A", 1.0), ("lora_B", alpha / rank)):
+            for target, tensor in matrices[kind].items():
+                if not (tensor.float() * scale).to(layers.dtype).isfinite().all():
                     raise invalid(_FIELD, f'"{file}": "{target}.{kind}" has values that are not finite')
-        raise invalid(_FIELD, f'"{file}" has values that are not finite')
     return weights

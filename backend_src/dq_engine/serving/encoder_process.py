@@ -80,8 +80,7 @@ class EncoderProcess:
                     raise TimeoutError
                 answer = self._decoder.decode(self._connection.recv_bytes())
             except (OSError, EOFError) as error:
-                self._end()
-                self._start()
+                self._replace()
                 raise RuntimeError("the process that encoded it has ended") from error
         if isinstance(answer, Failure):
             raise RuntimeError(answer.message)
@@ -93,8 +92,7 @@ class EncoderProcess:
             try:
                 self._connection.send_bytes(msgspec.msgpack.encode(Drop(stream)))
             except OSError:  # it has ended, and forgotten all
-                self._end()
-                self._start()
+                self._replace()
 
     def stop(self) -> None:
         """End the process."""
@@ -108,6 +106,10 @@ class EncoderProcess:
         with theirs:
             self._process = start_module("dq_engine.serving.encoder", stdin=theirs.fileno())
         self._connection = Connection(ours.detach())
+
+    def _replace(self) -> None:
+        self._end()
+        self._start()
 
     def _end(self) -> None:
         self._connection.close()

@@ -114,11 +114,11 @@ class Worker:
             model_rate = self._engine.sample_rate
             sample_rate = model_rate if message.sample_rate is None else message.sample_rate
             check_output(message.output_format, sample_rate)
-            output = Output(message.output_format, model_rate, sample_rate)
             if message.output_format.removesuffix("_base64") in _OWN_FORMATS and sample_rate == model_rate:
                 encoder, lane = OutputEncoder(message.output_format, model_rate, sample_rate), 0
             else:
                 number = message.id % len(self._encoders)
+                output = Output(message.output_format, model_rate, sample_rate)
                 encoder, lane = RemoteEncoder(self._encoders[number], message.id, output), 1 + number
             outgoing = OutgoingStream(
                 message.id, encoder, sample_rate, not message.stream, lambda: self._cancel(message.id), lane
