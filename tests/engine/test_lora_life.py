@@ -260,10 +260,12 @@ def test_unregistered_while_it_is_used(open_engine, alone):
 def test_replaced_while_it_is_used(open_engine, alone):
     """The name "a" gets b's weights: the stream that runs keeps the old ones, the next has the new ones."""
     engine = open_engine(2, "a")
-    version = engine.list_loras()[0]["version"]
+    assert [entry["version"] for entry in engine.list_loras()] == [1]
     begun = begin(engine, make_request("a", patches=60))
-    assert engine.register_lora("a", "b")["version"] > version
-    assert [entry["state"] for entry in engine.list_loras()] == ["draining", "registered"]
+    assert engine.register_lora("b", "b")["version"] == 1
+    assert engine.register_lora("a", "b")["version"] == 2
+    assert [entry["state"] for entry in engine.list_loras()] == ["draining", "registered", "registered"]
+    engine.unregister_lora("b")
     assert_speaks(hear(engine.submit(make_request("a"))), alone["b"])
     np.testing.assert_allclose(rest(begun)[: len(alone["a"].latents)], alone["a"].latents, atol=1e-4)
     assert [entry["state"] for entry in engine.list_loras()] == ["ready"]
@@ -283,7 +285,16 @@ def test_what_is_cached_of_a_prompt_is_the_adapters_own(open_engine):
     assert [speak("a", "a again"), speak(None, "none again")] == [48, 48]
     engine.register_lora("a", "b")
     assert [speak("a", "b as a"), speak("a", "b as a again")] == [0, 48]
-    for label, same in [("a again", "a"), ("none again", "none"), ("b as a", "b"), ("b as a again", "b")]:
+    engine.unregister_lora("b")
+    assert engine.register_lora("b", "a")["version"] == 1  # as the other one had
+    assert speak("b", "a as b") == 0
+    for label, same in [
+        ("a again", "a"),
+        ("none again", "none"),
+        ("b as a", "b"),
+        ("b as a again", "b"),
+        ("a as b", "a"),
+    ]:
         assert_speaks(heard[label], heard[same])
 
 

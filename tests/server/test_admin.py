@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import datetime
 import json
 import os
 import re
@@ -282,7 +283,10 @@ def test_adapters(server, client, folder):
     (registered,) = admin(client, "register_lora", {"name": "loud", "path": "loud"})["workers"]
     assert (registered["worker"], registered["name"]) == (0, "loud")
     (listed,) = admin(client, "list_loras")["workers"]
-    assert [adapter["name"] for adapter in listed["adapters"]] == ["loud"]
+    (adapter,) = listed["adapters"]
+    assert (adapter["name"], adapter["version"]) == ("loud", 1)
+    age = datetime.datetime.now(datetime.timezone.utc) - datetime.datetime.fromisoformat(adapter["created"])
+    assert -1 <= age.total_seconds() < 60  # the form of voices' `created`, see tests/unit/test_voices.py
     plain, loud = latents(server, {}), latents(server, {"lora": "loud"})
     assert np.abs(plain - loud).max() > 0.1
 

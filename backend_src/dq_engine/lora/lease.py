@@ -13,15 +13,16 @@ class Adapter:
 
     Args:
         name: as requests give it.
-        version: counts all registrations of an engine.
-        runtime_id: its number in nano-vllm-voxcpm's LoRA manager.
+        version: tells it from what else is there, or drains, under its name.
+        created: UTC, ISO 8601.
+        runtime_id: its number in nano-vllm-voxcpm's LoRA manager, which gives none twice.
         loaded: it is in its slot on the device.
     """
 
     name: str
     version: int
     weights: AdapterWeights
-    registered_at: float
+    created: str
     runtime_id: int = -1
     loaded: bool = False
     error: RequestError | None = None
@@ -30,7 +31,7 @@ class Adapter:
     @property
     def key(self) -> bytes:
         """What tells its KV blocks from all others'."""
-        return b"%d %s" % (self.version, self.name.encode())
+        return b"%d %s" % (self.runtime_id, self.name.encode())
 
 
 @dataclass(eq=False)

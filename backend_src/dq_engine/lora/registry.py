@@ -1,9 +1,8 @@
 """The adapters that requests can name, and who holds which slot. Any thread may call."""
 
-import itertools
+import datetime
 import re
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +36,6 @@ class AdapterRegistry:
         self._lock = threading.Condition()
         """Guards all below, and the state of adapters and leases; notified when an adapter has been loaded."""
         self._runtime = LoRARuntime(layers.num_slots, layers.max_rank)
-        self._versions = itertools.count(1)
         self._current: dict[str, Adapter] = {}
         self._adapters: dict[int, Adapter] = {}
         """Those that are registered or still in use, by runtime_id."""
@@ -94,9 +92,9 @@ class AdapterRegistry:
     def list(self) -> list[dict]:
         """Every adapter that is registered or still in use, in the order of registration.
 
-        Each with `name`, `version`, `rank`, `alpha`, `bytes` on the host, `state` ("ready": on the device,
-        "registered": would be loaded, "loading", "draining": unregistered or replaced, but in use), `streams` that use
-        it, and `registered_at` in seconds since the epoch.
+        Each with `name`, `version` (1, or one more than that of the adapter it replaced), `rank`, `alpha`, `bytes` on
+        the host, `state` ("ready": on the device, "registered": would be loaded, "loading", "draining": unregistered or
+        replaced, but in use), `streams` that use it, and when it was `created`: UTC, ISO 8601.
         """
         with self._lock:
             return [self._describe(adapter) for adapter in self._adapters.values()]
@@ -182,7 +180,9 @@ class AdapterRegistry:
             return self._describe(adapter)
 
     def _enter(self, name: str, weights: AdapterWeights) -> Adapter:
-        adapter = Adapter(name, next(self._versions), weights, time.time())
+        version = 1 + max((a.version for a in self._adapters.values() if a.name == name), default=0)
+        created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        adapter = Adapter(name, version, weights, created)
         # The manager knows versions by names of their own: one may drain while another takes its name.
         adapter.runtime_id = self._runtime.register_lora(f"{name}@{adapter.version}", weights)
         self._adapters[adapter.runtime_id] = adapter
@@ -259,7 +259,7 @@ class AdapterRegistry:
             "bytes": adapter.weights.nbytes,
             "state": state,
             "streams": entry.cpu_ref_count if entry else 0,
-            "registered_at": adapter.registered_at,
+            "created": adapter.created,
         }
 
 
