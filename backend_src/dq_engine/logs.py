@@ -1,8 +1,8 @@
-"""What is logged, to standard error: messages as text, and each request's end as one line of JSON."""
+"""What is logged, to standard error: messages as text, and each request's end as one line of JSON. Times are UTC."""
 
+import datetime
 import json
 import logging
-import time
 
 _REQUESTS = logging.getLogger("dq_engine.requests")
 
@@ -13,7 +13,9 @@ def configure(level: str) -> None:
     Args:
         level: "debug", "info", "warning" or "error".
     """
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("dq_engine").setLevel(level.upper())
     if not _REQUESTS.handlers:
         _REQUESTS.addHandler(logging.StreamHandler())  # the line as it is: its time and level are in it
@@ -28,7 +30,15 @@ def log_request(level: int, fields: dict) -> None:
         fields: what json takes.
     """
     if _REQUESTS.isEnabledFor(level):
-        now = time.time()
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
-        head = {"time": stamp, "level": logging.getLevelName(level).lower(), "event": "request"}
+        now = datetime.datetime.now(datetime.timezone.utc)
+        head = {"time": _stamp(now), "level": logging.getLevelName(level).lower(), "event": "request"}
         _REQUESTS.log(level, json.dumps(head | fields))
+
+
+class _Formatter(logging.Formatter):
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        return _stamp(datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc))
+
+
+def _stamp(time: datetime.datetime) -> str:
+    return time.isoformat(timespec="milliseconds")

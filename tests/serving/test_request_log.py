@@ -1,9 +1,13 @@
 """A request's line in the log: what is in it, at which level, and that nobody's words are."""
 
+import datetime
 import io
 import json
 import logging
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -72,7 +76,7 @@ def finished(log: RequestLog) -> None:
 def test_a_finished_request(lines):
     finished(request_log())
     (line,) = lines()
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("time"))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line.pop("time"))
     assert line.pop("total_ms") > 0
     assert line == {
         "level": "info",
@@ -142,6 +146,19 @@ def test_levels(lines):
     finished(request_log())
     request_log().failed(Failed(1, "UNAVAILABLE", "the queue is full"), Playback(0.0))
     assert [line["code"] for line in lines()] == ["UNAVAILABLE"]
+
+
+def test_lines_of_text_have_the_same_times():
+    """Of another process: pytest has set this one's logging up."""
+    code = "import logging; from dq_engine.logs import configure; configure('info'); "
+    code += "logging.getLogger('dq_engine.x').info('a'); logging.getLogger('other').info('b')"
+    environment = {**os.environ, "TZ": "America/New_York"}
+    began = datetime.datetime.now(datetime.timezone.utc)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    time, rest = done.stderr.split(" ", 1)
+    assert rest == "INFO dq_engine.x: a\n"
+    assert re.fullmatch(r".{19}\.\d{3}\+00:00", time)
+    assert abs((datetime.datetime.fromisoformat(time) - began).total_seconds()) < 60
 
 
 def test_a_long_id_is_cut(lines):

@@ -17,6 +17,7 @@ from typing import BinaryIO, NoReturn
 
 from dq_engine.config import EngineConfig
 from dq_engine.loading import load
+from dq_engine.logs import configure
 from dq_engine.parallel.group import Rank
 from dq_engine.parallel.messages import Message, Start, read_all
 from dq_engine.runner import Runner
@@ -45,11 +46,11 @@ def _receive(pipe: BinaryIO, messages: "queue.SimpleQueue[Message]") -> None:
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe = open(0, "rb", closefd=False)  # noqa: SIM115  for the life of the process
     first = json.loads(pipe.readline())
     config = EngineConfig.model_construct(**first["config"])
+    configure(config.log_level)
     messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
     # Read at once: an engine that ends while this is still loading, or waits for the others, must be noticed.
     threading.Thread(target=_receive, args=(pipe, messages), name="dq-receive", daemon=True).start()

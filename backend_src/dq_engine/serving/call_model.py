@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from dq_engine.errors import RequestError
+from dq_engine.logs import configure
 from dq_engine.serving.control_client import ControlClient, control_address
 from dq_engine.serving.control_protocol import ControlCall, ControlResult
 from dq_engine.serving.request_parser import refuse_parameters
@@ -32,7 +33,7 @@ class CallModel:
         make_call: Callable[[dict[str, np.ndarray]], ControlCall],
         respond: Callable[[object, ControlResult | RequestError], None],
     ) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        configure("info")
         parameters = json.loads(args["model_config"])["parameters"]
         address = control_address({name: value["string_value"] for name, value in parameters.items()})
         self._client = ControlClient(*address, threads, max_waiting)
