@@ -1,76 +1,29 @@
 """Stored voices: a reference, a prompt or both, encoded once and kept on disk under a name.
 
-Each voice is one safetensors file, `<name>.safetensors`, with its latents and, as JSON in its metadata, the rest. It is
-written beside its place and renamed, so that it is whole or absent whatever happens. Every use looks at the file, so
-that replicas which share the folder see each other's voices and deletions at once.
+Each voice is one file, `<name>.safetensors`. It is written beside its place and renamed, so that it is whole or absent
+whatever happens. Every use looks at the file, so that replicas which share the folder see each other's voices and
+deletions at once.
 """
 
 import contextlib
-import dataclasses
-import datetime
-import json
 import os
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
-from safetensors.numpy import save
 
+from dq_engine import voice_file
 from dq_engine.atomic_folder import AtomicFolder
 from dq_engine.errors import RequestError, invalid
-from dq_engine.guarded_files import load_tensors, open_guarded, read_guarded
-from dq_engine.request import Request, check_latents, check_text
+from dq_engine.guarded_files import open_guarded, read_guarded
+from dq_engine.voice_file import Voice
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SUFFIX = ".safetensors"
-_TENSORS = ("reference_latents", "prompt_latents")
-_MAX_FILE_BYTES = 8 * 2**20
-_MAX_HEADER_BYTES = 2**20
 _CACHE_BYTES = 256 * 2**20
-
-
-@dataclass(frozen=True)
-class Voice:
-    """What a voice holds.
-
-    Args:
-        name: letters, digits, - and _; 64 at most.
-        reference_latents, prompt_latents: float32 [frames, feat_dim], as a request takes them.
-        prompt_text: the prompt's words; with `prompt_latents`.
-        created: UTC, ISO 8601.
-    """
-
-    name: str
-    reference_latents: np.ndarray | None = None
-    prompt_latents: np.ndarray | None = None
-    prompt_text: str | None = None
-    created: str = ""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(latents.nbytes for latents in (self.reference_latents, self.prompt_latents) if latents is not None)
-
-    def apply(self, request: Request) -> Request:
-        """The request with what this voice holds.
-
-        Raises:
-            RequestError: INVALID_ARG naming a field that brings what the voice holds itself.
-        """
-        held = {}
-        if self.reference_latents is not None:
-            held |= {"reference_audio": None, "reference_latents": self.reference_latents}
-        if self.prompt_latents is not None:
-            held |= {"prompt_audio": None, "prompt_latents": self.prompt_latents, "prompt_text": self.prompt_text}
-        for field in held:
-            if getattr(request, field) is not None:
-                kind = field.partition("_")[0]
-                raise invalid(field, f'cannot be combined with the voice "{self.name}", which holds a {kind}')
-        return dataclasses.replace(request, **held)
 
 
 class VoiceStore:
@@ -111,7 +64,8 @@ class VoiceStore:
                 if (cached := self._cache.get(name)) is not None and cached[0] == version:
                     self._cache.move_to_end(name)
                     return cached[1]
-            voice = self._load(name, read_guarded(self._folder.path, name + _SUFFIX, _MAX_FILE_BYTES, field), field)
+            data = read_guarded(self._folder.path, name + _SUFFIX, voice_file.MAX_BYTES, field)
+            voice = voice_file.unpack(name, data, self._feat_dim, self._patch_size, field)
         except RequestError as error:
             if error.code == "NOT_FOUND":
                 with self._lock:
@@ -145,18 +99,7 @@ class VoiceStore:
         _check_name(name, field)
         try:
             with open_guarded(self._folder.path, name + _SUFFIX, field) as handle:
-                size = os.fstat(handle).st_size
-                length = min(int.from_bytes(os.read(handle, 8), "little"), _MAX_HEADER_BYTES)
-                header = json.loads(os.read(handle, length))
-            prompt_text, created = _about(header["__metadata__"], field)
-            tensors = [header.get(kind, {"dtype": "F32", "shape": [0]}) for kind in _TENSORS]
-            frames = [tensor["shape"][0] for tensor in tensors]
-            if not all(type(count) is int and 0 <= count <= _MAX_FILE_BYTES for count in frames):
-                raise ValueError("no numbers of frames")
-            if any(tensor["dtype"] != "F32" for tensor in tensors):
-                raise invalid(field, "its latents are not float32")
-            described = {"name": name, "reference_frames": frames[0], "prompt_frames": frames[1]}
-            return described | {"prompt_text": prompt_text, "created": created, "bytes": size}
+                return {"name": name, **voice_file.describe(handle, field)}
         except RequestError as error:
             if error.code == "NOT_FOUND":
                 raise _not_found(name, field) from None
@@ -181,11 +124,8 @@ class VoiceStore:
                 the folder cannot be changed.
         """
         self.check_new(name)
-        self._check_content(reference_latents, prompt_latents, prompt_text)
-        tensors = dict(zip(_TENSORS, (reference_latents, prompt_latents), strict=True))
-        tensors = {key: np.ascontiguousarray(value, np.float32) for key, value in tensors.items() if value is not None}
-        created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        data = save(tensors, {"voice": json.dumps({"version": 1, "prompt_text": prompt_text, "created": created})})
+        voice_file.check(reference_latents, prompt_latents, prompt_text, self._feat_dim, self._patch_size)
+        data = voice_file.pack(reference_latents, prompt_latents, prompt_text)
         with self._changing():
             self.check_new(name)
             names = self._names()
@@ -229,32 +169,6 @@ class VoiceStore:
         except OSError as error:
             raise RequestError("UNAVAILABLE", f"the folder of voices cannot be changed: {error.strerror}") from None
 
-    def _check_content(
-        self, reference: np.ndarray | None, prompt: np.ndarray | None, prompt_text: str | None, field: str = ""
-    ) -> None:
-        if reference is None and prompt is None:
-            raise invalid(field or "reference_latents", "a voice holds a reference, a prompt or both")
-        if (prompt is None) != (prompt_text is None):
-            missing = "prompt_text" if prompt_text is None else "prompt_latents"
-            raise invalid(field or missing, "a prompt is a recording and its words")
-        if prompt_text is not None:
-            check_text(field or "prompt_text", prompt_text)
-        for kind, latents in ("reference_latents", reference), ("prompt_latents", prompt):
-            if latents is not None:
-                check_latents(field or kind, latents, self._feat_dim, self._patch_size)
-                if latents.nbytes > _MAX_FILE_BYTES // 4:
-                    limit = _MAX_FILE_BYTES // 4 // 4 // self._feat_dim
-                    raise invalid(field or kind, f"has {len(latents)} frames, the limit is {limit}")
-
-    def _load(self, name: str, data: bytes, field: str) -> Voice:
-        tensors, metadata = load_tensors(data, name, field)
-        prompt_text, created = _about(metadata, field)
-        if any(tensor.dtype != torch.float32 for tensor in tensors.values()):
-            raise invalid(field, "its latents are not float32")
-        reference, prompt = (tensors[kind].numpy() if kind in tensors else None for kind in _TENSORS)
-        self._check_content(reference, prompt, prompt_text, field)
-        return Voice(name, reference, prompt, prompt_text, created)
-
     def _names(self) -> list[str]:
         """Of all voices; what else lies in the folder is left alone."""
         try:
@@ -269,25 +183,6 @@ class VoiceStore:
             return (self._folder.path / (name + _SUFFIX)).lstat().st_size
         except FileNotFoundError:  # deleted by hand just now
             return 0
-
-
-def _about(metadata: dict[str, str], field: str) -> tuple[str | None, str]:
-    """Prompt text and time of creation, out of a file's metadata.
-
-    Raises:
-        RequestError: INVALID_ARG, they are not what a voice has.
-    """
-    try:
-        about = json.loads(metadata["voice"])
-        prompt_text, created = about["prompt_text"], about["created"]
-        datetime.datetime.fromisoformat(created)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise invalid(field, "its metadata is not that of a voice") from None
-    if prompt_text is not None:
-        if not isinstance(prompt_text, str):
-            raise invalid(field, "its metadata is not that of a voice")
-        check_text(field, prompt_text)
-    return prompt_text, created
 
 
 def _check_name(name: str, field: str) -> None:
