@@ -35,6 +35,8 @@ ABOUT_ITS_VOICES = """\
 It clones only the voices that it was trained on (models/small/README.md), such as that of
 REFERENCE=benchmark/recordings/rms_reference.flac
 """
+STAGE = re.compile(r"worker \d+: (.+)")
+"""What the log says of a start: "loading the weights", or later "loading the weights, 43% done"."""
 READY_TIMEOUT_S = 900.0  # a checkpoint of some GB on a slow disk
 SEED = 0  # the same audio every time
 
@@ -78,8 +80,8 @@ def speak(checkpoint: Path, fields: dict) -> tuple[np.ndarray, int, float, float
         starting = progress.add_task("starting the server", total=None, note="")
 
         def show(seconds: float, line: str) -> None:
-            if stage := re.search(r"worker \d+: (.+), (\d+)% done", line):
-                progress.update(starting, total=100, completed=int(stage[2]), note=stage[1])
+            if stage := STAGE.search(line):
+                progress.update(starting, note=stage[1])
 
         with TritonServer(model=checkpoint, ready_timeout_s=READY_TIMEOUT_S, on_progress=show) as server:
             progress.update(starting, total=100, completed=100, note=f"ready on {server.grpc_url} (gRPC)")

@@ -63,7 +63,7 @@ class DqCoreEngine:
         """Load the checkpoint and begin to serve; returns when a first patch has been made.
 
         Args:
-            progress: told what is being done and how far it is (0 to 1).
+            progress: told what is being done and how far that is: 0 at its begin, then up to 1.
 
         Raises:
             CheckpointError: the checkpoint cannot be served.
@@ -116,7 +116,7 @@ class DqCoreEngine:
         if checkpoint.lora is not None:
             folder, most = Path(self.config.lora_dir), self.config.lora_max_registered
             self._adapters = AdapterRegistry(checkpoint.lora, folder, most, self._loop.wake)
-        progress("warm up", 0.0)
+        progress("warming up", 0.0)
         request = Request(text="warm up", max_generate_length=2)
         try:
             for lease in (None,) if self._adapters is None else (None, self._adapters.warm_up_lease()):
@@ -126,7 +126,8 @@ class DqCoreEngine:
             self.stop()
             raise ValueError(f"the model does not run on this device: {error.message}") from error
         try:
-            if self._adapters is not None:
+            if self._adapters is not None and self.config.lora_preload:
+                progress("loading adapters", 0.0)
                 self._adapters.preload(parse_preload(self.config.lora_preload))
         except RequestError as error:
             self.stop()
@@ -138,7 +139,7 @@ class DqCoreEngine:
             pacer.costs.observe(0, tokens, seconds)
         self._loop.count_anew()
         self._delivery.vae_seconds = 0.0
-        progress("warm up", 1.0)
+        progress("warming up", 1.0)
         return self
 
     def _load(self, path: Path, progress: Callable[[str, float], None]) -> Parts:

@@ -41,7 +41,8 @@ class Graphs:
         before = _used(self._runner.device)
         largest = sorted(self._prefill_buckets, key=lambda bucket: bucket[1])[-1:]
         # The first time on a machine this is when the kernels are compiled: most of a start.
-        self._capture([self._max_num_seqs], largest, lambda stage, done: progress(f"kernels of {stage}", done))
+        buckets = [self._max_num_seqs]
+        self._capture(buckets, largest, lambda stage, done: progress(f"compiling the kernels of {stage}", done))
         needed = _used(self._runner.device) - before
         self._runner.drop_graphs()
         self._vae.drop_graphs()
@@ -54,7 +55,8 @@ class Graphs:
         Returns:
             Seconds of a step and its decoding, by its number of streams; numbers of prompt tokens and their seconds.
         """
-        return self._capture(batch_buckets(self._max_num_seqs), self._prefill_buckets, progress)
+        buckets = batch_buckets(self._max_num_seqs)
+        return self._capture(buckets, self._prefill_buckets, lambda stage, done: progress(f"capturing {stage}", done))
 
     @torch.inference_mode()
     def _capture(

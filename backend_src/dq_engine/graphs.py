@@ -51,6 +51,7 @@ class BatchGraphs:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...]]] = {}
         self.seconds: dict[int, float] = {}
         """How long the device takes for each bucket."""
+        progress(0.0)
         # The largest first: the smaller ones then find its memory in the pool.
         for count, bucket in enumerate(reversed(self.buckets), start=1):
             arguments = [tensor[:bucket] for tensor in self._inputs]

@@ -59,10 +59,14 @@ sdpa_paged = SdpaBackend.paged
 
 
 @pytest.fixture(scope="module")
-def with_graphs() -> Iterator[None]:
-    load = engine_module.load
+def with_graphs() -> Iterator[list[tuple[str, float]]]:
+    """What is told of an engine's progress."""
+    load, told = engine_module.load, []
 
-    def load_and_capture(config, path, progress, *rest):
+    def load_and_capture(config, path, _, *rest):
+        def progress(stage: str, fraction: float) -> None:
+            told.append((stage, fraction))
+
         parts = load(config, path, progress, *rest)
         Graphs(parts.runner, parts.vae, config, parts.limits.max_num_seqs).capture(progress)
         return parts
@@ -74,7 +78,7 @@ def with_graphs() -> Iterator[None]:
         patch.setattr(SdpaBackend, "graphs_prefill", True)
         patch.setattr(SdpaBackend, "paged", paged)
         patch.setattr(engine_module, "load", load_and_capture)
-        yield
+        yield told
 
 
 REFERENCE = np.random.default_rng(0).standard_normal((40, SHAPE.feat_dim)).astype(np.float32)
@@ -134,7 +138,14 @@ def eager(checkpoint, adapters, tmp_path_factory) -> list[Heard]:
 
 
 def test_with_graphs_it_says_the_same(checkpoint, eager, with_graphs, tmp_path):
+    with_graphs.clear()
     alone, together, counters = speak(checkpoint(SHAPE)[0], tmp_path, KINDS)
+    stages = {stage: [done for name, done in with_graphs if name == stage] for stage, _ in with_graphs}
+    assert list(stages) == [f"loading the {part}" for part in ("tokenizer", "weights", "AudioVAE")] + [
+        f"capturing {kind} graphs" for kind in ("decode", "language model", "LocDiT", "prefill", "VAE")
+    ]
+    for stage, done in stages.items():
+        assert done == sorted(done) and done[0] == 0 and (done[-1] == 1 or stage == "loading the tokenizer"), stage
     assert_same(alone + together, 2 * eager[: len(KINDS)])
     assert counters["decode_graph_hits"] > 50 and counters["prefill_graph_hits"] > 8
     assert counters["prefill_graph_fallbacks"] > 0, "no bucket holds the longest"

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import urllib.request
 
 import pytest
@@ -23,6 +24,13 @@ def post(server: TritonServer, fields: dict, headers: dict[str, str] | None = No
         urllib.request.Request(url, json.dumps(fields).encode(), headers or {}), timeout=60
     ) as reply:
         return json.load(reply)
+
+
+def test_the_start_is_told_stage_by_stage_and_without_warnings(tight_server):
+    log = tight_server.log_path.read_text()
+    stages = ["loading the tokenizer", "loading the weights", "loading the AudioVAE", "warming up"]
+    assert re.findall(r" INFO dq_engine\S+: worker 0: ([^,\n]+)$", log, re.MULTILINE)[:4] == stages
+    assert ", 0% done" not in log and "legacy behaviour" not in log
 
 
 def test_each_request_is_a_line_without_its_words(tight_server):

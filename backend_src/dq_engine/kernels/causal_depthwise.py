@@ -45,7 +45,7 @@ def causal_depthwise_torch(
 
 if triton is not None:
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["frames", "dilation"])
     def _kernel(
         x, slots, state, slot_stride, weight, bias, alpha, inverse, out, frames, channels, dilation, snake,
         TAPS: tl.constexpr, FRAMES: tl.constexpr, CHANNELS: tl.constexpr,

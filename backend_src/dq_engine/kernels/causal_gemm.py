@@ -55,13 +55,14 @@ def causal_gemm_torch(
 
 if triton is not None:
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["rows", "frames", "dilation"])
     def _kernel(
         x, slots, state, slot_stride, weight, bias, residual, scale, offset, alpha, inverse, raw, activated, rows,
         frames, K, N, channels, dilation, with_residual, with_affine, with_raw, with_activation, TAPS: tl.constexpr,
         PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     ):  # fmt: skip
-        # What differs from layer to layer is no constant: a start would compile a kernel for each of them.
+        # What differs from layer to layer, or with the batch, is no constant and not specialized: a start would compile
+        # a kernel for each of them.
         m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
         n = tl.program_id(1) * BN + tl.arange(0, BN)
         frame, here = m % frames, m < rows

@@ -35,7 +35,7 @@ def causal_output_torch(
 
 if triton is not None:
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["frames"])
     def _kernel(
         x, slots, state, slot_stride, weight, bias, out, frames, channels, TAPS: tl.constexpr, FRAMES: tl.constexpr,
         CHANNELS: tl.constexpr,

@@ -23,7 +23,7 @@ def shift_in_torch(x: torch.Tensor, slots: torch.Tensor, state: torch.Tensor) ->
 
 if triton is not None:
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["frames", "past"])
     def _kernel(
         x, slots, state, slot_stride, frames, channels, past, ROWS: tl.constexpr, CHANNELS: tl.constexpr
     ):  # fmt: skip

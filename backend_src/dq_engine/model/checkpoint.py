@@ -29,6 +29,10 @@ from dq_engine.nano import (
 )
 
 logger = logging.getLogger(__name__)
+# transformers tells of a default, and that nothing changes by it, at each start.
+logging.getLogger(LlamaTokenizerFast.__module__).addFilter(
+    lambda record: not record.getMessage().startswith("You are using the default legacy behaviour of the ")
+)
 
 Progress = Callable[[str, float], None]
 
@@ -76,7 +80,7 @@ def load_checkpoint(
     config, mean_mode, first_generation = read_config(path)
     if first_generation and lora is not None:
         raise CheckpointError(f"{path} is a VoxCPM 0.5B or 1.5: adapters are for VoxCPM2; set lora_max_loras to 0")
-    progress("tokenizer", 0.0)
+    progress("loading the tokenizer", 0.0)
     tokenizer = _load_tokenizer(path)
     with _default_dtype(dtype), torch.device(device):
         model = VoxCPM2Model(config, timesteps, None if lora is None else lora.model_config())
@@ -84,13 +88,13 @@ def load_checkpoint(
         model.fusion_concat_proj = None
     layers = None if lora is None else LoraLayers(model, lora)
     _load_weights(model, path, progress)
-    progress("audio VAE", 0.0)
+    progress("loading the AudioVAE", 0.0)
     vae = _load_vae(config, path).to(device)
     if first_generation:
         pad_as_first_generation(vae)
     for module in (model, vae):
         module.eval().requires_grad_(False)
-    progress("audio VAE", 1.0)
+    progress("loading the AudioVAE", 1.0)
     return Checkpoint(config, model, vae, tokenizer, mean_mode, first_generation, layers)
 
 
@@ -164,6 +168,7 @@ def _load_weights(model: VoxCPM2Model, path: Path, progress: Progress) -> None:
     expected = {name for name, _ in model.named_parameters()}
     seen: dict[str, int] = {}
     ignored = []
+    progress("loading the weights", 0.0)
     for index, file in enumerate(files):
         try:
             with safe_open(file, "pt", "cpu") as tensors:
@@ -173,7 +178,7 @@ def _load_weights(model: VoxCPM2Model, path: Path, progress: Progress) -> None:
                         ignored.append(name)
                     else:
                         seen[target] = seen.get(target, 0) + 1
-                    progress("weights", (index + (count + 1) / len(names)) / len(files))
+                    progress("loading the weights", (index + (count + 1) / len(names)) / len(files))
         except SafetensorError as error:
             raise CheckpointError(f"{file} is damaged ({error}); download it again") from None
     parts = {"qkv_proj": 3, "gate_up_proj": 2}

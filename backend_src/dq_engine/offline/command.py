@@ -15,7 +15,7 @@ from dq_engine.offline.results import Results, ResultsError
 
 _DAY_S = 24 * 3600.0
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
@@ -44,10 +44,14 @@ def generate(
         raise typer.Exit(2) from None
     items = [_with_seed(item, seed) for item in items]
     errors = {item.line: item.error for item in items if item.error is not None}
+    fault = None
     try:
         fault = _speak(items, errors, config, lora or [], manifest.parent, results)
     finally:  # Ctrl-C too
-        results.write_table(items, errors)
+        try:
+            results.write_table(items, errors)
+        except OSError as error:
+            fault = fault or f"the table cannot be written: {error}"
         results.close()
     for item in items:
         if item.line in errors:

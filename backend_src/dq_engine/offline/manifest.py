@@ -72,13 +72,14 @@ def read_manifest(path: Path, ignored: frozenset[str] = frozenset()) -> list[Ite
     items: list[Item] = []
     seen: dict[str, int] = {}
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        # What is no UTF-8 comes as halves of surrogate pairs, and is told of with its line.
+        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             for line, fields, is_text in reader(file):
                 item = _item(line, fields, is_text, ignored)
                 if item.row is not None and seen.setdefault(item.id, line) != line:
                     item = Item(line, item.id, error=f"id: line {seen[item.id]} has it already")
                 items.append(item)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, ManifestError) as error:
         raise ManifestError(f"{path} cannot be read: {error}") from None
     return items
 
@@ -90,6 +91,9 @@ Fields = dict | str
 def _json_lines(file) -> Iterator[tuple[int, Fields, bool]]:
     for line, text in enumerate(file, 1):
         if not text.strip():
+            continue
+        if not _is_unicode(text):
+            yield line, "is no UTF-8", False
             continue
         try:
             fields = json.loads(text)
@@ -103,9 +107,33 @@ def _json_lines(file) -> Iterator[tuple[int, Fields, bool]]:
 
 
 def _table(file, delimiter: str) -> Iterator[tuple[int, Fields, bool]]:
-    rows = csv.DictReader(file, delimiter=delimiter, strict=True)
-    for fields in rows:
-        yield rows.line_num, fields if None not in fields else "has more cells than there are columns", True
+    csv.field_size_limit(2**31 - 1)  # how long a text may be is the engine's to say, item by item
+    rows = csv.reader(file, delimiter=delimiter, strict=True)
+    try:
+        names = next(rows, [])
+        if not _is_unicode("".join(names)):
+            raise ManifestError("the names of its columns are no UTF-8")
+        if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+            raise ManifestError(f'it has two columns named "{twice[0]}"')
+        for cells in rows:
+            if not cells:
+                continue
+            fields: Fields = dict(zip(names, cells, strict=False))
+            if len(cells) > len(names):
+                fields = "has more cells than there are columns"
+            elif not _is_unicode("".join(cells)):
+                fields = "is no UTF-8"
+            yield rows.line_num, fields, True
+    except csv.Error as error:  # a quote that is not closed, say: where the next item begins is unknown
+        raise ManifestError(f"line {rows.line_num}: {error}") from None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _item(line: int, fields: Fields, is_text: bool, ignored: frozenset[str]) -> Item:

@@ -1,11 +1,13 @@
 """What `voxcpm-generate` leaves in its folder: a wav file an item, a journal that a crash cannot spoil, and a table."""
 
+import contextlib
 import csv
 import fcntl
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import soundfile
@@ -35,7 +37,7 @@ class Results:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._journal = (folder / "results.jsonl").open("a+", encoding="utf-8")
+            self._journal = (folder / "results.jsonl").open("a+", encoding="utf-8", errors="replace")
             fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ResultsError(f"another process writes to {folder}") from None
@@ -68,13 +70,14 @@ class Results:
         Args:
             samples: float32 [n]; written as 16-bit PCM, with the rounding of the server's `wav`.
             stats: what the table shows of it.
+
+        Raises:
+            OSError: the disk is full, say.
         """
-        part = self.folder / f".{id}.part"
-        with part.open("wb") as file:
+        with self._whole(self._wav(id), f".{id}.part", "wb") as file:
             soundfile.write(file, pcm16(samples), rate, format="WAV", subtype="PCM_16")
             file.flush()
             os.fsync(file.fileno())
-        part.replace(self._wav(id))
         entry = {"id": id, "fingerprint": fingerprint, **stats}
         self._journal.write(json.dumps(entry) + "\n")
         self._journal.flush()
@@ -85,9 +88,12 @@ class Results:
 
         Args:
             errors: of items that failed, by their line.
+
+        Raises:
+            OSError: the disk is full, say.
         """
-        part = self.folder / ".results.csv.part"
-        with part.open("w", encoding="utf-8", newline="") as file:
+        name = self.folder / "results.csv"
+        with self._whole(name, ".results.csv.part", "w", encoding="utf-8", newline="") as file:
             table = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
             table.writeheader()
             for item in items:
@@ -98,10 +104,23 @@ class Results:
                 elif entry is not None and self._wav(item.id).is_file():
                     cells |= {"status": "ok", "wav": self._wav(item.id).name, **entry}
                 table.writerow(cells)
-        part.replace(self.folder / "results.csv")
 
     def close(self) -> None:
-        self._journal.close()
+        """Let others write to the folder."""
+        with contextlib.suppress(OSError):  # what could not be written when it was to be
+            self._journal.close()
+
+    @contextlib.contextmanager
+    def _whole(self, path: Path, part: str, mode: str, **options: str) -> Iterator[IO]:
+        """A file to write to that takes the place of `path` when it is whole, and is gone if it cannot be."""
+        unfinished = self.folder / part
+        try:
+            with unfinished.open(mode, **options) as file:
+                yield file
+            unfinished.replace(path)
+        except BaseException:  # Ctrl-C too
+            unfinished.unlink(missing_ok=True)
+            raise
 
     def _wav(self, id: str) -> Path:
         return self.folder / f"{id}.wav"

@@ -64,6 +64,7 @@ class WorkerSlot:
             logger.error("worker %d cannot be started: %s", self.index, error)
             self._plan_restart()
             return f"worker {self.index} cannot be started: {error}"
+        self._logged_stage = ""
         logger.info("worker %d starts (process %d)", self.index, self.worker.process.pid)
         return None
 
@@ -144,9 +145,13 @@ class WorkerSlot:
 
     def _log_progress(self, progress: Progress) -> None:
         now = time.monotonic()
-        if progress.stage != self._logged_stage or now - self._logged_at >= PROGRESS_LOG_S:
-            self._logged_stage, self._logged_at = progress.stage, now
+        if progress.stage != self._logged_stage:
+            logger.info("worker %d: %s", self.index, progress.stage)
+        elif now - self._logged_at >= PROGRESS_LOG_S:
             logger.info("worker %d: %s, %.0f%% done", self.index, progress.stage, 100 * progress.fraction)
+        else:
+            return
+        self._logged_stage, self._logged_at = progress.stage, now
 
 
 def _was_told_to_end(status: int) -> bool:
