@@ -42,6 +42,11 @@ def test_tables(tmp_path, name, comma):
         ("m.jsonl", "[" * 100_000, "is no JSON: "),
         ("m.jsonl", '{"id": "a", "text": "\\ud800"}', "holds half of a surrogate pair, which is no text"),
         ("m.jsonl", '{"id": "a", "text": "b", "\\udfff": 1}', "holds half of a surrogate pair, which is no text"),
+        ("m.jsonl", b'{"id": "a", "text": "b"}\n{"id": "b", "text": "\xff"}', "is no UTF-8"),
+        ("m.csv", b"id,text\na,b\nb,\xff", "is no UTF-8"),
+        ("m.csv", "id,text\na", "Object missing required field `text`"),
+        ("m.csv", "text,seed\na,1", "Object missing required field `id`"),
+        ("m.csv", "id,text,\na,b,c", "Object contains unknown field ``"),
         ("m.jsonl", '{"id": true, "text": "b"}', "Expected `str`, got `bool` - at `$.id`"),
         ("m.csv", "id,text\na,b,c", "has more cells than there are columns"),
         ("m.csv", "id,text,seed\na,b,x", "Expected `int | null`, got `str` - at `$.seed`"),
@@ -50,6 +55,19 @@ def test_tables(tmp_path, name, comma):
 def test_what_is_wrong_with_a_line(tmp_path, name, content, error):
     *_, item = items(tmp_path, name, content)
     assert item.row is None and item.error.startswith(error)
+
+
+def test_one_wrong_line_costs_the_others_nothing(tmp_path):
+    long = "x" * 200_000  # beyond what Python's csv takes by itself; the engine says that it is too long
+    lines = [b'{"id": "a", "text": "%s"}', b'{"id": "b", "text": "\xff"}', b"[", b"", b'{"id": "d", "text": "e"}']
+    rows = [b"id,text", b"a,%s", b"b,\xff", b"c", b"", b"d,e"]
+    for name, content in ("m.csv", b"\r\n".join(rows)), ("m.jsonl", b"\xef\xbb\xbf" + b"\r\n".join(lines)):
+        read = items(tmp_path, name, content % long.encode())
+        assert [item.row and (item.row.id, item.row.text) for item in read] == [("a", long), None, None, ("d", "e")]
+
+
+def test_a_table_of_names_alone_has_no_items(tmp_path):
+    assert items(tmp_path, "m.csv", "id,text\n") == items(tmp_path, "m.csv", "") == []
 
 
 IDS = ["", ".", "..", "../a", "a/b", "a\\b", "/etc/passwd", ".a", "-a", "a\0b", "a b", "a\n", "x" * 201, "ü" * 101]
@@ -72,8 +90,10 @@ def test_an_id_belongs_to_its_first_line_and_ignored_fields_may_be_anything(tmp_
     ("name", "content", "message"),
     [
         ("m.json", "", "must end in .jsonl, .csv or .tsv"),
-        ("m.jsonl", b"\xff\xfe", "cannot be read: "),
-        ("m.csv", 'id,text\na,"b', "cannot be read: "),
+        ("m.csv", "id,text\na,b".encode("utf-16"), "cannot be read: the names of its columns are no UTF-8$"),
+        ("m.csv", 'id,text\na,"b', "cannot be read: line 2: unexpected end of data$"),
+        ("m.csv", 'id,text\n"a"b,c\nd,e', "cannot be read: line 2: "),
+        ("m.csv", "id,text,text\na,b,c", 'cannot be read: it has two columns named "text"$'),
     ],
 )
 def test_manifests_that_cannot_be_read(tmp_path, name, content, message):

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import fcntl
+import io
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -74,8 +75,10 @@ class Results:
         Raises:
             OSError: the disk is full, say.
         """
+        wav = io.BytesIO()  # soundfile does not tell why a file cannot be written
+        soundfile.write(wav, pcm16(samples), rate, format="WAV", subtype="PCM_16")
         with self._whole(self._wav(id), f".{id}.part", "wb") as file:
-            soundfile.write(file, pcm16(samples), rate, format="WAV", subtype="PCM_16")
+            file.write(wav.getbuffer())
             file.flush()
             os.fsync(file.fileno())
         entry = {"id": id, "fingerprint": fingerprint, **stats}
