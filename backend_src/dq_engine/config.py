@@ -133,6 +133,12 @@ class EngineConfig(BaseSettings):
     trace_steps: int = Field(default=100, ge=1, le=10_000, description="how many steps that are")
     log_text: bool = Field(default=False, description="write the texts of requests into their lines")
 
+    @property
+    def adapters_to_preload(self) -> dict[str, str]:
+        """Paths by name, from `lora_preload`: name=path,name=path; a name alone is its own path."""
+        pairs = [part.partition("=") for part in self.lora_preload.split(",") if part.strip()]
+        return {name.strip(): (path if equals else name).strip() for name, equals, path in pairs}
+
     def of_workers(self) -> list["EngineConfig"]:
         """The settings of each engine worker: `devices` one by one, each as its `device`."""
         names = self.devices.split(",") if self.devices else [self.device]

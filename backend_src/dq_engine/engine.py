@@ -25,7 +25,7 @@ from dq_engine.kv_cache import BlockPool
 from dq_engine.loading import Limits, Parts, load
 from dq_engine.loop import EngineLoop
 from dq_engine.lora.lease import Lease
-from dq_engine.lora.registry import NO_ADAPTERS, AdapterRegistry, parse_preload
+from dq_engine.lora.registry import NO_ADAPTERS, AdapterRegistry
 from dq_engine.model.checkpoint import read_config
 from dq_engine.pacing import Pacer
 from dq_engine.parallel.group import check_divisible
@@ -114,7 +114,7 @@ class DqCoreEngine:
             self._forget,
         )
         if checkpoint.lora is not None:
-            folder, most = Path(self.config.lora_dir), self.config.lora_max_registered
+            folder, most = Path(self.config.lora_dir).expanduser(), self.config.lora_max_registered
             self._adapters = AdapterRegistry(checkpoint.lora, folder, most, self._loop.wake)
         progress("warming up", 0.0)
         request = Request(text="warm up", max_generate_length=2)
@@ -128,7 +128,7 @@ class DqCoreEngine:
         try:
             if self._adapters is not None and self.config.lora_preload:
                 progress("loading adapters", 0.0)
-                self._adapters.preload(parse_preload(self.config.lora_preload))
+                self._adapters.preload(self.config.adapters_to_preload)
         except RequestError as error:
             self.stop()
             raise ValueError(f"lora_preload: {error.message}") from error

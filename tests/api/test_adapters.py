@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -78,6 +79,32 @@ def test_the_asynchronous_example(folder):
             await server.stop()
 
     asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_worker_that_starts_again_does_not_bring_back_what_was_unregistered(folder, tmp_path):
+    """Nor does it miss the files of it."""
+    for name in ("one", "attention"):
+        shutil.copytree(folder / name, tmp_path / name)
+    room = {"lora_max_loras": 2, "lora_dir": str(tmp_path), "lora_preload": "one, other=attention"}
+    server = VoxCPM.from_pretrained(str(SMALL), devices=["cpu"], threads=1, **room)
+    slot = server._pool._supervisor._slots[0]
+    try:
+        known = next(server.generate(**SAID, lora_name="other"))
+        server.unregister_lora("one")
+        shutil.rmtree(tmp_path / "one")
+        before = slot.worker.process.pid
+        os.kill(before, signal.SIGKILL)
+        ends = time.monotonic() + 60
+        while slot.worker is None or slot.worker.process.pid == before or not slot.worker.ready:
+            assert time.monotonic() < ends
+            time.sleep(0.05)
+        assert server.list_loras() == [{"name": "other"}]
+        np.testing.assert_allclose(next(server.generate(**SAID, lora_name="other")), known, atol=1e-3)
+        with pytest.raises(ValueError, match="^NOT_FOUND: lora_name: "):
+            next(server.generate(**SAID, lora_name="one"))
+    finally:
+        server.stop()
 
 
 @pytest.mark.slow

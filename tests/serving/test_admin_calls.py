@@ -18,7 +18,7 @@ class Workers:
     def __init__(self) -> None:
         self.ready_workers = [0, 1, 2]
         self.paths: list[dict[str, str]] = [{}, {}, {}]
-        self.adapters = Adapters(self.call, lambda: self.ready_workers)
+        self.adapters = Adapters(self.call, lambda: self.ready_workers, {})
         self.refusing: set[int] = set()
         self.held: threading.Event | None = None
         self.calls: list[tuple] = []

@@ -265,9 +265,3 @@ class AdapterRegistry:
 
 def _busy(name: str) -> RequestError:
     return RequestError("UNAVAILABLE", f'name: "{name}" is being changed by another operation; try again')
-
-
-def parse_preload(setting: str) -> dict[str, str]:
-    """Paths by name, from `name=path,name=path`; a name alone is its own path."""
-    pairs = [part.strip().partition("=") for part in setting.split(",") if part.strip()]
-    return {name: path if equals else name for name, equals, path in pairs}

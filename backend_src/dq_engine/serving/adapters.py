@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from dq_engine.errors import RequestError
 from dq_engine.serving.messages import Result
@@ -20,12 +20,15 @@ class Adapters:
     Args:
         call: has a worker, given last, do an operation: `Supervisor.call`.
         workers: the numbers of the workers that serve now.
+        preloaded: paths by name; what the workers have when they first serve.
     """
 
-    def __init__(self, call: Callable[..., Result], workers: Callable[[], Sequence[int]]) -> None:
+    def __init__(
+        self, call: Callable[..., Result], workers: Callable[[], Sequence[int]], preloaded: Mapping[str, str]
+    ) -> None:
         self._call, self._workers = call, workers
         self._lock = threading.Lock()
-        self._paths: dict[str, str] = {}
+        self._paths = dict(preloaded)
         self._names_lock = threading.Lock()
         self._names_in_change: set[str] = set()
         """Guarded by _names_lock."""
@@ -53,33 +56,39 @@ class Adapters:
         return done
 
     def unregister(self, name: str, timeout_s: float = TIMEOUT_S) -> list[dict]:
-        """Take an adapter back from every worker; see `DqCoreEngine.unregister_lora`. As `register`."""
-        done = []
+        """Take an adapter back from every worker; see `DqCoreEngine.unregister_lora`. As `register`.
+
+        Where one worker fails, the others have it no more all the same.
+        """
+        done, errors = [], []
         with self._changing(name, timeout_s):
+            workers = self._serving()
             self._paths.pop(name, None)
-            for worker in self._serving():
+            for worker in workers:
                 try:
                     done.append(self._do("unregister_lora", {"name": name}, worker, timeout_s))
                 except RequestError as error:
-                    if error.code != "NOT_FOUND":
-                        raise
-                    missing = error
-        if not done:
-            raise missing
+                    errors.append(error)
+        failed = [error for error in errors if error.code != "NOT_FOUND"]
+        if failed or not done:
+            raise (failed or errors)[0]
         return done
 
     def list(self) -> list[dict]:
         """For each worker its number, `worker`, and its `adapters`; see `DqCoreEngine.list_loras`."""
         return [self._do("list_loras", {}, worker, TIMEOUT_S) for worker in self._serving()]
 
-    def restore(self, do: Callable[[str, dict], object]) -> None:
+    def restore(self, do: Callable[[str, dict], object], preloaded: Mapping[str, str]) -> None:
         """Register all of them with a worker that has been started and does not serve yet.
 
         Args:
             do: has that worker do an operation.
+            preloaded: paths by name; what it has already.
         """
         with self._lock:
             for name, path in self._paths.items():
+                if preloaded.get(name) == path:
+                    continue
                 try:
                     do("register_lora", {"name": name, "path": path})
                 except RequestError as error:  # its file is gone, say: requests for it will be told

@@ -67,7 +67,7 @@ class Supervisor:
         self._model: Ready | None = None
         self._start_error: str | None = None
         self._stop_at: float | None = None
-        self.adapters = Adapters(self.call, lambda: self.ready_workers)
+        self.adapters = Adapters(self.call, lambda: self.ready_workers, configs[0].adapters_to_preload)
         self.draining = False
         """True while no requests are taken, so that those that run can end."""
 
@@ -250,7 +250,8 @@ class Supervisor:
     def _begin_serving(self, slot: WorkerSlot, worker: WorkerProcess) -> None:
         """Give a worker the adapters that the others have, then requests; on a thread of its own."""
         self.adapters.restore(
-            lambda operation, arguments: worker.call(Call(next(self._ids), operation, arguments), TIMEOUT_S)
+            lambda operation, arguments: worker.call(Call(next(self._ids), operation, arguments), TIMEOUT_S),
+            slot.config.adapters_to_preload,
         )
         slot.begin_serving(worker)
         with self._started:

@@ -71,6 +71,9 @@ class WorkerSlot:
     def begin_serving(self, worker: WorkerProcess) -> None:
         """Let it have requests."""
         logger.info("worker %d is ready", self.index)
+        # What was preloaded may be unregistered by the time there is another process, and its files gone: that one gets
+        # the adapters that the others have then.
+        self.config = self.config.model_copy(update={"lora_preload": ""})
         self._ready_since = time.monotonic()
         worker.ready = True
 
