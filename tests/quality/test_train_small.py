@@ -19,7 +19,7 @@ from train_small.objective import losses
 from train_small.sentences import free_sentence, is_held_out, is_matrix, matrix_sentence
 from train_small.tokenizer import AUDIO_END, AUDIO_START, REFERENCE_END, REFERENCE_START, tokens
 from train_small.trainer import Budget, Kind, Trainer, make_optimizer
-from train_small.vae import CONFIG, VaeSettings, load_vae, train_decoder
+from train_small.vae import CONFIG, VaeSettings, load_vae, train_decoder, train_vae
 from transformers import LlamaTokenizerFast
 from triton_server import ROOT
 from utterances import PROMPTS, RECORDINGS, REFERENCES, VOICES
@@ -177,6 +177,20 @@ def test_crops_begin_where_sentences_do_or_have_the_frames_before_them(corpus, t
     for row in begins:
         assert any(np.array_equal(row, audio[begin : begin + len(row)]) for begin in sentences)
     assert not any(np.array_equal(row[: begins.shape[1]], begin) for row in middles for begin in begins)
+
+
+def test_the_vaes_stage_goes_on_from_the_checkpoints(corpus, tmp_path):
+    """At a rate of next to nothing a step leaves the shipped one's latents as they are, up to their scale."""
+    (tmp_path / "audiovae.pth").write_bytes((SMALL / "audiovae.pth").read_bytes())
+    settings = VaeSettings(batch=1, frames=8, rate=1e-6)
+    train_vae(tmp_path, write(corpus, tmp_path / "corpus"), tmp_path / "out", Budget(1, 1), settings, CPU, 0)
+    assert json.loads((tmp_path / "config.json").read_text()) == json.loads((SMALL / "config.json").read_text())
+    sound = torch.from_numpy(corpus.audio[None, None, : 60 * FRAME]).float() / 32768
+    with torch.no_grad():
+        shipped, trained = (load_vae(folder, CPU).encode(sound, 16000)[0] for folder in (SMALL, tmp_path))
+    for ours, theirs in zip(trained, shipped, strict=True):
+        assert torch.corrcoef(torch.stack([ours, theirs]))[0, 1] > 0.999
+    assert trained.mean(1).abs().max() < 1 and trained.std(1).min() > 0.3
 
 
 @pytest.mark.parametrize("adversaries", [False, True])

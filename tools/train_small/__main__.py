@@ -53,15 +53,12 @@ def vae(
     batch: Annotated[int, typer.Option(min=1, help="crops of a step")] = 24,
     rate: Annotated[float, typer.Option(help="highest learning rate")] = 1e-3,
 ) -> None:
-    """Train an AudioVAE to reconstruct, from nothing; writes audiovae.pth, config.json and the tokenizer."""
-    from train_small.checkpoint import write_config
+    """Train an AudioVAE to reconstruct; goes on from the checkpoint's audiovae.pth if there is one."""
     from train_small.trainer import Budget
-    from train_small.vae import CONFIG, VaeSettings, save_vae, train_vae
+    from train_small.vae import VaeSettings, train_vae
 
     settings = VaeSettings(batch, rate=rate)
-    trained = train_vae(corpus, out, Budget(minutes, steps), settings, _device(), seed)
-    write_config(checkpoint, CONFIG)
-    save_vae(trained, checkpoint / "audiovae.pth")
+    train_vae(checkpoint, corpus, out, Budget(minutes, steps), settings, _device(), seed)
 
 
 @app.command()

@@ -28,7 +28,8 @@ class _Layers(nn.Module):
     def forward(self, x: torch.Tensor) -> Judgement:
         features = []
         for layer in self.layers:
-            x = leaky_relu(layer(x), _SLOPE)
+            # Channels last from the first layer's output on: as a GPU's bf16 convolutions want it.
+            x = leaky_relu(layer(x), _SLOPE).contiguous(memory_format=torch.channels_last)
             features.append(x)
         return self.last(x), features
 

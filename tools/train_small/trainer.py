@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 Batch = dict[str, torch.Tensor]
-_SAVE_EVERY_S = 60
+_SAVE_EVERY_S = 30
 _CHECK_EVERY, _RECORD_EVERY = 20, 100
 _WARM_UP_STEPS = 3
 _AVERAGING, _AVERAGED_STEPS = 0.1, 500

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from train_small.audio_losses import RATIO, ReconstructionLoss, downsample, low_pass, upsample
+from train_small.checkpoint import write_config
 from train_small.corpus import Corpus, load_corpus
 from train_small.crops import FRAME, LEAD, MARGIN, Crops
 from train_small.discriminators import Discriminators, decoders_losses, discriminators_loss
@@ -60,8 +61,12 @@ class VaeSettings:
 def load_vae(folder: Path, device: torch.device) -> AudioVAE:
     """The AudioVAE of a checkpoint's folder, in float32."""
     vae = AudioVAE(AudioVAEConfig(**json.loads((folder / "config.json").read_text())["audio_vae_config"]))
-    vae.load_state_dict(torch.load(folder / "audiovae.pth", map_location="cpu", weights_only=True)["state_dict"])
+    vae.load_state_dict(_weights(folder))
     return vae.float().to(device).eval()
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "audiovae.pth", map_location="cpu", weights_only=True)["state_dict"]
 
 
 def save_vae(vae: AudioVAE, path: Path) -> None:
@@ -71,11 +76,20 @@ def save_vae(vae: AudioVAE, path: Path) -> None:
 
 
 def train_vae(
-    corpus: Path, out: Path, budget: Budget, settings: VaeSettings, device: torch.device, seed: int
-) -> AudioVAE:
-    """Train encoder and decoder to reconstruct; the encoder's latents get mean 0 and variance 1 per channel."""
+    checkpoint: Path, corpus: Path, out: Path, budget: Budget, settings: VaeSettings, device: torch.device, seed: int
+) -> None:
+    """Train encoder and decoder to reconstruct and write audiovae.pth; weights that the checkpoint has are the start.
+
+    The encoder's latents get mean 0 and variance 1 per channel. They move: models trained before have to go on.
+
+    Raises:
+        RuntimeError: the checkpoint's AudioVAE has other layers.
+    """
     torch.manual_seed(seed)
-    vae = AudioVAE(AudioVAEConfig(**CONFIG)).to(device)
+    vae = AudioVAE(AudioVAEConfig(**CONFIG))
+    if (checkpoint / "audiovae.pth").exists():
+        vae.load_state_dict(_weights(checkpoint))
+    vae = vae.float().to(device)
     parameters = [p for name, p in vae.named_parameters() if "fc_logvar" not in name]
     optimizer = make_optimizer(parameters, (0.8, 0.99), 1e-3)
     trainer = Trainer("vae", out, vae, parameters, [(optimizer, settings.rate)], list(_FIGURES), seed)
@@ -100,9 +114,11 @@ def train_vae(
         trainer.run(_kinds(Crops(corpus, settings.batch, settings.frames, device), step), budget)
     trainer.take_average()
     vae.eval()
-    _normalize_latents(vae, load_corpus(corpus)[0], device)
-    _begin_silently(vae, load_corpus(corpus)[0], device)
-    return vae
+    loaded, _ = load_corpus(corpus)
+    _normalize_latents(vae, loaded, device)
+    _begin_silently(vae, loaded, device)
+    write_config(checkpoint, CONFIG)
+    save_vae(vae, checkpoint / "audiovae.pth")
 
 
 def train_decoder(
