@@ -30,7 +30,8 @@ def read_guarded(folder: Path, name: str, max_bytes: int, field: str) -> bytes:
 
     Raises:
         RequestError: NOT_FOUND if there is no such file; INVALID_ARG if the path leaves the folder or holds a symbolic
-            link, if it is no regular file, too large, not readable, or changes while it is read.
+            link, if it is no regular file, too large, not readable, or changes while it is read; UNAVAILABLE if the
+            folder is not there, or the machine cannot read (no file handles, a fault of the disk).
     """
     with open_guarded(folder, name, field) as handle:
         before = os.fstat(handle)
@@ -51,7 +52,8 @@ def open_guarded(folder: Path, name: str, field: str) -> Iterator[int]:
     try:
         directory = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise RequestError("NOT_FOUND", f"{field}: the folder {folder} cannot be opened: {error.strerror}") from None
+        message = f'{field}: the folder of "{name}" cannot be opened: {error.strerror}'
+        raise RequestError("UNAVAILABLE", message) from None
     try:
         # Each part is opened within the folder before it, so that no link put there meanwhile is followed.
         for part in parts[:-1]:
@@ -65,6 +67,8 @@ def open_guarded(folder: Path, name: str, field: str) -> Iterator[int]:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise invalid(field, f'"{name}" is not a regular file')
         yield handle
+    except OSError as error:
+        raise _unreadable(name, error, field) from None
     finally:
         os.close(handle)
 
@@ -114,8 +118,14 @@ def _open(directory: int, part: str, flags: int, name: str, field: str) -> int:
             raise invalid(field, f'"{name}" leads through a symbolic link') from None
         if error.errno in (errno.ENOTDIR, errno.ENXIO):  # ENXIO: a socket
             raise invalid(field, f'"{name}" is not a regular file') from None
-        raise invalid(field, f'"{name}" cannot be read: {error.strerror}') from None
+        raise _unreadable(name, error, field) from None
     return handle
+
+
+def _unreadable(name: str, error: OSError, field: str) -> RequestError:
+    """It is the file's fault if it may not be read, or has such a name; everything else is the machine's."""
+    code = "INVALID_ARG" if error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG) else "UNAVAILABLE"
+    return RequestError(code, f'{field}: "{name}" cannot be read: {error.strerror}')
 
 
 def _is_link(directory: int, part: str) -> bool:

@@ -54,7 +54,8 @@ class VoiceStore:
         """A voice, as it is on disk now.
 
         Raises:
-            RequestError: NOT_FOUND; INVALID_ARG for a name that cannot be one; INTERNAL if its file is damaged.
+            RequestError: NOT_FOUND; INVALID_ARG for a name that cannot be one; INTERNAL if its file is damaged;
+                UNAVAILABLE if the folder cannot be read.
         """
         _check_name(name, field)
         try:
@@ -70,8 +71,7 @@ class VoiceStore:
             if error.code == "NOT_FOUND":
                 with self._lock:
                     self._cache.pop(name, None)
-                raise _not_found(name, field) from None
-            raise RequestError("INTERNAL", f'{field}: the stored voice "{name}" is damaged: {error.message}') from None
+            raise _about_voice(error, name, field) from None
         with self._lock:
             self._cache[name] = version, voice
             self._cache.move_to_end(name)
@@ -101,9 +101,7 @@ class VoiceStore:
             with open_guarded(self._folder.path, name + _SUFFIX, field) as handle:
                 return {"name": name, **voice_file.describe(handle, field)}
         except RequestError as error:
-            if error.code == "NOT_FOUND":
-                raise _not_found(name, field) from None
-            raise RequestError("INTERNAL", f'{field}: the stored voice "{name}" is damaged: {error.message}') from None
+            raise _about_voice(error, name, field) from None
         except (ValueError, KeyError, TypeError, IndexError, RecursionError):
             raise RequestError("INTERNAL", f'{field}: the stored voice "{name}" is damaged') from None
 
@@ -188,6 +186,15 @@ class VoiceStore:
 def _check_name(name: str, field: str) -> None:
     if not _NAME.fullmatch(name):
         raise invalid(field, "must be 1 to 64 letters, digits, - or _")
+
+
+def _about_voice(error: RequestError, name: str, field: str) -> RequestError:
+    """What an error of its file means for who asks for a voice."""
+    if error.code == "NOT_FOUND":
+        return _not_found(name, field)
+    if error.code == "UNAVAILABLE":
+        return error
+    return RequestError("INTERNAL", f'{field}: the stored voice "{name}" is damaged: {error.message}')
 
 
 def _not_found(name: str, field: str) -> RequestError:

@@ -222,12 +222,21 @@ def test_a_wrong_call_is_a_value_error(pool, parameters, message):
 
 
 def test_who_stops_listening_frees_the_slot(pool):
-    (worker,) = workers()
-    for _ in range(20):  # 16 slots
-        stream = pool.generate("go", max_generate_length=200)
+    """Before the audio is made that nobody hears any more."""
+
+    def counters() -> dict:
+        return pool._pool._supervisor.call("snapshot", {}, None, 20).value
+
+    (worker,), before = workers(), counters()["patches"]
+    for _ in range(4):
+        stream = pool.generate(" ".join([SENTENCE] * 8))  # some 100 patches
         next(stream)
         stream.close()
-    assert len(list(pool.generate(SENTENCE, max_generate_length=2))) == 2
+    ends = time.monotonic() + 20
+    while counters()["active"]:
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+    assert 4 <= counters()["patches"] - before < 100
     assert workers() == [worker]
 
 

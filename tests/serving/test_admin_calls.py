@@ -145,6 +145,15 @@ def test_a_token_fences_all_but_encode(workers):
     assert ask(administration, "drain", token="secret") == {"draining": True}
 
 
+def test_the_token_is_compared_in_constant_time(workers, monkeypatch):
+    """By the one function of the library that promises it, and by nothing else."""
+    compared = []
+    hmac = "dq_engine.serving.administration.hmac.compare_digest"
+    monkeypatch.setattr(hmac, lambda one, other: compared.append((one, other)) or True)
+    ask(Administration(workers, "sécret"), "drain", token="other")
+    assert compared == [(b"other", "sécret".encode())]
+
+
 def test_what_is_given_as_payload_has_a_name(administration, workers):
     ask(administration, "register_voice", name="a", payload=b"x")
     administration.handle(ControlCall("register_voice", {"name": "a", "payload": "prompt_audio"}, b"x"))

@@ -1,5 +1,6 @@
 """Files below a configured folder: what is read, and what is refused with which words."""
 
+import errno
 import json
 import os
 import socket
@@ -14,7 +15,7 @@ from safetensors.torch import save
 
 from dq_engine import guarded_files
 from dq_engine.errors import RequestError
-from dq_engine.guarded_files import load_tensors, read_guarded
+from dq_engine.guarded_files import MAX_HEADER_BYTES, load_tensors, read_guarded
 
 
 @pytest.fixture
@@ -76,7 +77,25 @@ def test_what_is_no_regular_file(folder):
 
 def test_a_missing_file(folder):
     assert refusal(folder, "bob/weights") == 'NOT_FOUND: path: there is no file "bob/weights"'
-    assert refusal(folder / "bob", "weights").startswith("NOT_FOUND: path: the folder ")
+    words = 'the folder of "weights" cannot be opened: No such file or directory'
+    assert refusal(folder / "bob", "weights") == f"UNAVAILABLE: path: {words}"
+
+
+@pytest.mark.parametrize("call", ["open", "read"])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])
+def test_what_is_the_machines_fault_is_not_the_files(folder, monkeypatch, call, number):
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    handles = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(guarded_files.os, call, fail)
+    what = 'the folder of "ann/weights" cannot be opened' if call == "open" else '"ann/weights" cannot be read'
+    assert refusal(folder, "ann/weights") == f"UNAVAILABLE: path: {what}: {os.strerror(number)}"
+    assert os.listdir("/proc/self/fd") == handles
+
+
+def test_a_name_that_is_too_long(folder):
+    assert refusal(folder, "a" * 300) == f'INVALID_ARG: path: "{"a" * 300}" cannot be read: File name too long'
 
 
 def test_an_oversized_file(folder):
@@ -114,6 +133,7 @@ HOSTILE = {
     "empty": b"",
     "short": b"\x10",
     "a huge header": file_of({}, length=2**63),
+    "a large header": file_of(b"{}" + b" " * MAX_HEADER_BYTES),
     "a header beyond the end": file_of({}, length=100),
     "no JSON": file_of(b"{" * 50),
     "a list": file_of([]),
