@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import queue
-import re
 import sys
 import time
 import wave
@@ -23,11 +22,25 @@ CUT_OFF = (
     "warning: the maximum length was reached, so the text may have been cut off: "
     "give more with --max-generate-length, or speak it sentence by sentence"
 )
+PORTS = "gRPC is on port 8001 by default, HTTP on 8000, metrics on 8002"
+NO_ANSWER = {  # in gRPC's words, in ours
+    "Connection refused": "nothing listens there; is the server running?",
+    "Socket closed": "no gRPC is spoken there, or only with TLS (grpcs://)",
+    "http1.x server": "no gRPC is spoken there, or only with TLS (grpcs://)",
+    "http2 header": "no gRPC is spoken there, or a proxy does not let this through",
+    "WRONG_VERSION": "no TLS is spoken there, so leave grpcs:// away",
+    "CERTIFICATE": "its certificate is of no known authority (GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names a file of others)",
+}
 INTEGERS = {"seed": ("INT64", np.int64), "max_generate_length": ("INT32", np.int32)}
 
 
 def stream(client: tritonclient.grpc.InferenceServerClient, fields: dict[str, str | bytes | int]):
-    """Yields the responses to one request as they come; leaving the loop early cancels it."""
+    """Yields the responses to one request as they come; leaving the loop early cancels it.
+
+    Raises:
+        InferenceServerException: the server's error, or the connection was lost.
+        TimeoutError: nothing came for LONGEST_SILENCE_S.
+    """
     inputs = []
     for name, value in fields.items():
         kind, dtype = INTEGERS.get(name, ("BYTES", np.object_))
@@ -39,7 +52,10 @@ def stream(client: tritonclient.grpc.InferenceServerClient, fields: dict[str, st
     try:
         client.async_stream_infer("voxcpm2", inputs)
         while True:
-            response = responses.get(timeout=LONGEST_SILENCE_S)
+            try:
+                response = responses.get(timeout=LONGEST_SILENCE_S)
+            except queue.Empty:
+                raise TimeoutError(f"nothing came from the server for {LONGEST_SILENCE_S} s") from None
             if isinstance(response, Exception):
                 ended = True
                 raise response
@@ -52,14 +68,28 @@ def stream(client: tritonclient.grpc.InferenceServerClient, fields: dict[str, st
         client.stop_stream(cancel_requests=not ended)
 
 
-def write(path: Path, audio: bytes, rate: int, seconds: float) -> None:
-    """Writes what the server sent; a wav file gets its header, a flac file the length that its header lacks."""
+def connect(url: str) -> tritonclient.grpc.InferenceServerClient:
+    """A client of a server that is ready; grpcs:// before the address stands for TLS."""
+    scheme, _, address = url.rstrip("/").rpartition("://")
+    client = tritonclient.grpc.InferenceServerClient(address, ssl=scheme in ("grpcs", "https"))
+    try:
+        ready = client.is_model_ready("voxcpm2", client_timeout=10)
+    except InferenceServerException as error:
+        why = next((ours for words, ours in NO_ANSWER.items() if words in error.message()), error.message())
+        sys.exit(f"error: no answer from {address}: {why} ({PORTS})")
+    if not ready:
+        sys.exit(f"error: the model voxcpm2 is not ready on {address}")
+    return client
+
+
+def write(path: Path, audio: bytes, rate: int, seconds: float | None) -> None:
+    """Writes what the server sent; a wav file gets its header, a whole flac file the length that its header lacks."""
     if path.suffix.lower() == ".wav":
         with open(path, "wb") as file, wave.open(file) as wav:
             wav.setparams((1, 2, rate, 0, "NONE", None))  # mono, 16 bits
             wav.writeframes(audio)
         return
-    if path.suffix.lower() == ".flac":
+    if path.suffix.lower() == ".flac" and seconds is not None:
         samples = round(seconds * rate)
         length = bytes([audio[21] & 0xF0 | samples >> 32]) + (samples & 0xFFFFFFFF).to_bytes(4, "big")
         audio = audio[:21] + length + audio[26:]
@@ -93,15 +123,19 @@ def main() -> None:
     fields["output_format"] = FORMATS[args.output.suffix.lower()]
 
     chunks, first = [], None
-    address = re.sub("^(grpc|http)://", "", args.url).rstrip("/")
-    with tritonclient.grpc.InferenceServerClient(address) as client:  # unclosed, it may hang when Python exits
-        if not client.is_model_ready("voxcpm2", client_timeout=10):
-            sys.exit(f"error: the model voxcpm2 is not ready on {address}")
+    with connect(args.url) as client:  # unclosed, it may hang when Python exits
         began = time.perf_counter()
-        for response in stream(client, fields):
-            chunks.append(response.as_numpy("audio_bytes")[0])
-            first = first or (time.perf_counter() if chunks[-1] else None)
-        end, rate = time.perf_counter(), int(response.as_numpy("sample_rate")[0])
+        try:
+            for response in stream(client, fields):
+                chunks.append(response.as_numpy("audio_bytes")[0])
+                rate = int(response.as_numpy("sample_rate")[0])
+                first = first or (time.perf_counter() if chunks[-1] else None)
+        except (InferenceServerException, TimeoutError) as error:
+            if first is None:
+                raise
+            write(args.output, b"".join(chunks), rate, None)
+            sys.exit(f"error: {explain(error)} ({args.output} is partial: it holds what came before)")
+        end = time.perf_counter()
     reason, stats = (response.as_numpy(name)[0].decode() for name in ("finish_reason", "stats"))
     seconds = json.loads(stats)["audio_s"]
     write(args.output, b"".join(chunks), rate, seconds)
@@ -111,15 +145,17 @@ def main() -> None:
         print(CUT_OFF, file=sys.stderr)
 
 
+def explain(error: Exception) -> str:
+    """What a stream ended with; the server's own errors begin with their code and have no status."""
+    if not isinstance(error, InferenceServerException):
+        return str(error)
+    return error.message() if error.status() is None else f"the connection was lost: {error.message()}"
+
+
 if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
         sys.exit("cancelled")
-    except queue.Empty:
-        sys.exit(f"error: nothing came from the server for {LONGEST_SILENCE_S} s")
-    except InferenceServerException as error:
-        lost = error.status() == "StatusCode.UNAVAILABLE"  # the connection; the server's own codes begin its messages
-        sys.exit(f"error: {'no answer from the server: ' if lost else ''}{error.message()}")
-    except (OSError, OverflowError) as error:
-        sys.exit(f"error: {error}")
+    except (InferenceServerException, OSError, OverflowError) as error:
+        sys.exit(f"error: {explain(error)}")

@@ -21,29 +21,49 @@ CUT_OFF = (
     "warning: the maximum length was reached, so the text may have been cut off: "
     "give more with --max-generate-length, or speak it sentence by sentence"
 )
+PORTS = "HTTP is on port 8000 by default, gRPC on 8001, metrics on 8002"
 
 
 def stream(client: httpx.Client, fields: dict[str, str | int]):
-    """Yields the responses to one request as they come, as dictionaries; leaving the loop early cancels it."""
+    """Yields the responses to one request as they come, as dictionaries; leaving the loop early cancels it.
+
+    Raises:
+        RuntimeError: the server's error, or it is no server.
+        httpx.HTTPError: there is no answer, or the connection was lost.
+    """
     with client.stream("POST", "/v2/models/voxcpm2/generate_stream", json=fields) as reply:
+        if not reply.headers.get("content-type", "").startswith(("text/event-stream", "application/json")):
+            what = f"{reply.status_code} {reply.reason_phrase}"
+            raise RuntimeError(f"{reply.url} answers {what}: this is no server's HTTP port ({PORTS})")
         for line in filter(None, reply.iter_lines()):
             response = json.loads(line.removeprefix("data:"))
-            if "error" in response:
-                raise RuntimeError(response["error"])
+            if "audio_bytes" not in response:
+                raise RuntimeError(response.get("error", line))
             yield response
             if "finish_reason" in response:  # only the last one has it
                 return
     raise RuntimeError("the stream ended early")
 
 
-def write(path: Path, audio: bytes, rate: int, seconds: float) -> None:
-    """Writes what the server sent; a wav file gets its header, a flac file the length that its header lacks."""
+def explain(error: httpx.HTTPError) -> str:
+    """Why there is no answer, in our words where it may be the address."""
+    if "Connection refused" in str(error):
+        return "nothing listens there; is the server running?"
+    if "[SSL: " in str(error) and "CERTIFICATE" not in str(error):
+        return "no TLS is spoken there, so http:// in the place of https://"
+    if isinstance(error, httpx.RemoteProtocolError):
+        return "no HTTP is spoken there, or only with TLS (https://)"
+    return str(error) or type(error).__name__
+
+
+def write(path: Path, audio: bytes, rate: int, seconds: float | None) -> None:
+    """Writes what the server sent; a wav file gets its header, a whole flac file the length that its header lacks."""
     if path.suffix.lower() == ".wav":
         with open(path, "wb") as file, wave.open(file) as wav:
             wav.setparams((1, 2, rate, 0, "NONE", None))  # mono, 16 bits
             wav.writeframes(audio)
         return
-    if path.suffix.lower() == ".flac":
+    if path.suffix.lower() == ".flac" and seconds is not None:
         samples = round(seconds * rate)
         length = bytes([audio[21] & 0xF0 | samples >> 32]) + (samples & 0xFFFFFFFF).to_bytes(4, "big")
         audio = audio[:21] + length + audio[26:]
@@ -79,9 +99,17 @@ def main() -> None:
     address = args.url if "://" in args.url else f"http://{args.url}"
     client = httpx.Client(base_url=address, timeout=httpx.Timeout(LONGEST_SILENCE_S, connect=10))
     chunks, began, first = [], time.perf_counter(), None
-    for response in stream(client, fields):
-        chunks.append(base64.b64decode(response["audio_bytes"]))  # nothing, while the request waits
-        first = first or (time.perf_counter() if chunks[-1] else None)
+    try:
+        for response in stream(client, fields):
+            chunks.append(base64.b64decode(response["audio_bytes"]))  # nothing, while the request waits
+            first = first or (time.perf_counter() if chunks[-1] else None)
+    except (httpx.HTTPError, RuntimeError) as error:
+        lost = isinstance(error, httpx.HTTPError)
+        if first is None:
+            sys.exit(f"error: no answer from {address}: {explain(error)} ({PORTS})" if lost else f"error: {error}")
+        write(args.output, b"".join(chunks), response["sample_rate"], None)
+        why = f"the connection was lost: {error}" if lost else error
+        sys.exit(f"error: {why} ({args.output} is partial: it holds what came before)")
     end = time.perf_counter()
     seconds = json.loads(response["stats"])["audio_s"]
     write(args.output, b"".join(chunks), response["sample_rate"], seconds)
@@ -96,9 +124,5 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit("cancelled")
-    except httpx.HTTPError as error:
-        sys.exit(f"error: no answer from the server: {error}")
-    except (RuntimeError, OSError) as error:
+    except (httpx.InvalidURL, OSError) as error:
         sys.exit(f"error: {error}")
-    except json.JSONDecodeError:
-        sys.exit("error: no answer from the server: this is not a Triton server's HTTP port")

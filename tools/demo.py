@@ -22,7 +22,7 @@ from dq_engine.config import resolve_checkpoint
 from dq_engine.errors import CheckpointError
 
 sys.path.insert(0, str(ROOT / "client_examples"))
-from speak import stream  # noqa: E402
+from speak import explain, stream  # noqa: E402
 
 SMALL_MODEL = ROOT / "models" / "small"
 SENTENCE = "rachel wants five pretty flowers"
@@ -41,6 +41,14 @@ READY_TIMEOUT_S = 900.0  # a checkpoint of some GB on a slow disk
 SEED = 0  # the same audio every time
 
 
+class BrokenOff(Exception):
+    """A stream ended with an error. What came before: `samples`, int16 [n], and their `rate` in Hz."""
+
+    def __init__(self, message: str, samples: np.ndarray, rate: int) -> None:
+        super().__init__(message)
+        self.samples, self.rate = samples, rate
+
+
 def main() -> None:
     model = os.environ.get("MODEL") or str(SMALL_MODEL)
     out = Path(os.environ.get("OUT") or "demo.wav")
@@ -53,11 +61,12 @@ def main() -> None:
     checkpoint = resolve_checkpoint(model)  # here, not in the server, so that a download's progress is seen
     if checkpoint.resolve() == SMALL_MODEL:
         print(ABOUT_SMALL_MODEL + (ABOUT_ITS_VOICES if reference else ""))
-    samples, rate, ttfb, rtf, reason, stats = speak(checkpoint, fields)
-
-    with open(out, "wb") as file, wave.open(file) as wav:
-        wav.setparams((1, 2, rate, 0, "NONE", None))  # mono, 16 bits
-        wav.writeframes(samples.tobytes())
+    try:
+        samples, rate, ttfb, rtf, reason, stats = speak(checkpoint, fields)
+    except BrokenOff as broken:
+        write(out, broken.samples, broken.rate)
+        sys.exit(f"error: {broken} ({out} is partial: it holds what came before)")
+    write(out, samples, rate)
     picture = out.with_suffix(".png")
     draw(samples, rate, fields["text"], picture)
     print(f'"{fields["text"]}", seed {stats["seed"]}, finish reason: {reason}')
@@ -73,7 +82,9 @@ def speak(checkpoint: Path, fields: dict) -> tuple[np.ndarray, int, float, float
         samples (int16 [n]), sample rate in Hz, TTFB in seconds, RTF, finish reason, the server's stats.
 
     Raises:
-        ServerError, InferenceServerException: the server did not start; it refused the request.
+        ServerError, InferenceServerException, TimeoutError: the server did not start; it refused the request; it is
+            silent.
+        BrokenOff: an error came after audio.
     """
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}")
     with Progress(*columns, TimeElapsedColumn()) as progress:
@@ -90,12 +101,18 @@ def speak(checkpoint: Path, fields: dict) -> tuple[np.ndarray, int, float, float
             with tritonclient.grpc.InferenceServerClient(server.grpc_url) as client:
                 client.is_server_ready()  # connects, which is no part of TTFB
                 began = time.perf_counter()
-                for response in stream(client, fields):
-                    first = first or time.perf_counter()
-                    pcm.append(response.as_numpy("audio_bytes")[0])
-                    rate = int(response.as_numpy("sample_rate")[0])
-                    seconds = sum(map(len, pcm)) / 2 / rate
-                    progress.update(speaking, note=f"{seconds:.2f} s of audio")
+                try:
+                    for response in stream(client, fields):
+                        first = first or time.perf_counter()
+                        pcm.append(response.as_numpy("audio_bytes")[0])
+                        rate = int(response.as_numpy("sample_rate")[0])
+                        seconds = sum(map(len, pcm)) / 2 / rate
+                        progress.update(speaking, note=f"{seconds:.2f} s of audio")
+                except (InferenceServerException, TimeoutError) as error:
+                    if first is None:
+                        raise
+                    message = f"{explain(error)}; the server's log is {server.log_path}"
+                    raise BrokenOff(message, np.frombuffer(b"".join(pcm), "<i2"), rate) from error
                 wall = time.perf_counter() - began
             progress.update(speaking, total=1, completed=1)
             stopping = progress.add_task("stopping the server", total=None, note="")
@@ -103,6 +120,13 @@ def speak(checkpoint: Path, fields: dict) -> tuple[np.ndarray, int, float, float
     reason, stats = (response.as_numpy(name)[0].decode() for name in ("finish_reason", "stats"))
     ttfb = first - began
     return np.frombuffer(b"".join(pcm), "<i2"), rate, ttfb, (wall - ttfb) / seconds, reason, json.loads(stats)
+
+
+def write(path: Path, samples: np.ndarray, rate: int) -> None:
+    """A wav file of int16 samples [n]."""
+    with open(path, "wb") as file, wave.open(file) as wav:
+        wav.setparams((1, 2, rate, 0, "NONE", None))  # mono, 16 bits
+        wav.writeframes(samples.tobytes())
 
 
 def draw(samples: np.ndarray, rate: int, title: str, path: Path) -> None:
@@ -130,4 +154,4 @@ if __name__ == "__main__":
         reason = re.search(r"the engine did not start: (.+?)\\n", str(error))
         sys.exit(f"error: {reason[0][:-2] if reason else error}")
     except (CheckpointError, InferenceServerException, OSError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {explain(error)}")

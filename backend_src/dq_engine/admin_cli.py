@@ -1,11 +1,12 @@
 """voxcpm-admin: voices, adapters, draining and information of a running server, over gRPC.
 
-Answers are JSON on standard output; an error is one line on standard error, and status 1.
+Answers are JSON on standard output; an error is one line on standard error, and status 1. Of a command line that cannot
+be understood the usage is printed, and the status is 2.
 """
 
 import base64
+import io
 import json
-import re
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -14,18 +15,23 @@ import tritonclient.grpc
 import typer
 from tritonclient.utils import InferenceServerException
 
-app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-voices = typer.Typer(help="Stored voices, which requests name in `voice`.", no_args_is_help=True)
-adapters = typer.Typer(help="Registered LoRA adapters, which requests name in `lora`.", no_args_is_help=True)
+_PLAIN = {"no_args_is_help": True, "rich_markup_mode": None}
+app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False, **_PLAIN)
+voices = typer.Typer(help="Stored voices, which requests name in `voice`.", **_PLAIN)
+adapters = typer.Typer(help="Registered LoRA adapters, which requests name in `lora`.", **_PLAIN)
 app.add_typer(voices, name="voices")
 app.add_typer(adapters, name="adapters")
 
 TIMEOUT_S = 320.0
 Name = Annotated[str, typer.Argument(help="Letters, digits, - and _; 64 at most.")]
-_RECORDING = {
-    "exists": True,
-    "dir_okay": False,
-    "help": "An audio file, or latents as a .npy file (float32, frames x 64).",
+_RECORDING = {"help": "An audio file, or latents as a .npy file (float32, frames x 64)."}
+_NO_ANSWER = {  # in gRPC's words, in ours
+    "Connection refused": "nothing listens there; is the server running?",
+    "Socket closed": "no gRPC is spoken there, or only with TLS (grpcs://)",
+    "http1.x server": "no gRPC is spoken there, or only with TLS (grpcs://)",
+    "http2 header": "no gRPC is spoken there, or a proxy does not let this through",
+    "WRONG_VERSION": "no TLS is spoken there, so leave grpcs:// away",
+    "CERTIFICATE": "its certificate is of no known authority (GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names a file of others)",
 }
 
 
@@ -33,20 +39,24 @@ class Server:
     """Where operations go; set up from the options that all commands share."""
 
     url = "localhost:8001"
+    tls = False
     model = "voxcpm2_admin"
     token: str | None = None
 
 
 @app.callback()
 def common(
-    url: Annotated[str, typer.Option(envvar="VOXCPM_URL", help="gRPC address of the server.")] = Server.url,
+    url: Annotated[
+        str, typer.Option(envvar="VOXCPM_URL", help="gRPC address of the server; grpcs:// before it for TLS.")
+    ] = Server.url,
     token: Annotated[
         str | None,
         typer.Option(envvar="DQ_ENGINE_ADMIN_TOKEN", help="The server's DQ_ENGINE_ADMIN_TOKEN, if it has one."),
     ] = None,
     model: Annotated[str, typer.Option(help="The model that answers.")] = Server.model,
 ) -> None:
-    Server.url, Server.token, Server.model = re.sub("^(grpc|http)://", "", url).rstrip("/"), token, model
+    scheme, _, Server.url = url.rstrip("/").rpartition("://")
+    Server.tls, Server.token, Server.model = scheme in ("grpcs", "https"), token, model
 
 
 def call(operation: str, arguments: dict | None = None, payload: bytes | None = None) -> None:
@@ -60,13 +70,15 @@ def call(operation: str, arguments: dict | None = None, payload: bytes | None = 
             data = value.encode() if isinstance(value, str) else value
             inputs[-1].set_data_from_numpy(np.array([data], np.object_))
     try:
-        with tritonclient.grpc.InferenceServerClient(Server.url) as client:
+        with tritonclient.grpc.InferenceServerClient(Server.url, ssl=Server.tls) as client:
             result = client.infer(Server.model, inputs, client_timeout=TIMEOUT_S)
     except InferenceServerException as error:
-        if error.status() == "StatusCode.UNAVAILABLE" and not error.message().startswith("UNAVAILABLE: "):
-            where = "--url or VOXCPM_URL says where"
-            fail(f"no answer from {Server.url}: is the server running? {where} ({error.message()})")
-        fail(error.message())
+        message = error.message()
+        why = next((ours for words, ours in _NO_ANSWER.items() if words in message), None)
+        if why or error.status() == "StatusCode.UNAVAILABLE" and not message.startswith("UNAVAILABLE: "):
+            ports = "gRPC is on port 8001 by default, HTTP on 8000, metrics on 8002"
+            fail(f"no answer from {Server.url}: {why or message} ({ports}; --url or VOXCPM_URL says where)")
+        fail(message)
     typer.echo(json.dumps(json.loads(result.as_numpy("result")[0]), indent=2, ensure_ascii=False))
 
 
@@ -133,7 +145,11 @@ def register_voice(
     for kind, path in ("reference", reference), ("prompt", prompt):
         if path is None:
             continue
-        form, data = ("latents", _latents(path)) if path.suffix == ".npy" else ("audio", path.read_bytes())
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            fail(f"--{kind}: {path} cannot be read: {error.strerror}")
+        form, data = ("latents", _latents(path, data)) if path.suffix == ".npy" else ("audio", data)
         field = f"{kind}_{form}"
         if payload is None:
             arguments["payload"], payload = field, data
@@ -164,11 +180,11 @@ def unregister_adapter(name: Name) -> None:
     call("unregister_lora", {"name": name})
 
 
-def _latents(path: Path) -> bytes:
+def _latents(path: Path, data: bytes) -> bytes:
     try:
-        array = np.load(path, allow_pickle=False)
+        array = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
     except ValueError as error:
-        fail(f"{path}: {error}")
-    if array.ndim != 2:
-        fail(f"{path}: must have shape [frames, 64], got {list(array.shape)}")
+        fail(f"{path}: is no .npy file of numbers: {error}")
+    if array.ndim != 2 or array.dtype.kind != "f":
+        fail(f"{path}: must be floats of shape [frames, 64], got {array.dtype} {list(array.shape)}")
     return array.astype("<f4").tobytes()

@@ -1,17 +1,21 @@
 """tools/demo.py as `make demo` runs it, to the end."""
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
+import demo as demo_module
 import numpy as np
 import psutil
 import pytest
 import soundfile
+from forwarder import Forwarder
 from loopback_hub import COMMIT, LoopbackHub
 from PIL import Image
 from triton_server import ROOT
@@ -146,6 +150,27 @@ def test_a_checkpoint_that_cannot_be_served(tmp_path):
     assert result.returncode == 1
     assert result.stderr.startswith(f"error: the engine did not start: {tmp_path / 'model'} has no config.json")
     assert result.stderr.count("\n") == 1
+
+
+def test_a_stream_that_breaks_off_leaves_what_came(server, tmp_path, monkeypatch):
+    with Forwarder(server.grpc_port, cut_after=100_000) as forwarder:
+
+        @contextlib.contextmanager
+        def started(**_):
+            yield types.SimpleNamespace(grpc_url=forwarder.url, log_path="/tmp/server.log")
+
+        monkeypatch.setattr(demo_module, "TritonServer", started)
+        for name, value in environment(OUT=tmp_path / "x.wav", TEXT=f"{SENTENCE} and " * 20).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(ROOT)
+        with pytest.raises(SystemExit) as ended:
+            demo_module.main()
+    kept = f"({tmp_path}/x.wav is partial: it holds what came before)"
+    log = re.escape(f"; the server's log is /tmp/server.log {kept}")
+    assert re.fullmatch(rf"error: the connection was lost: .*{log}", ended.value.code)
+    samples, rate = read_wav(tmp_path / "x.wav")
+    assert rate == 48000 and 0.5 < len(samples) / rate < 1.1
+    assert np.sqrt(np.mean((samples / 32768.0) ** 2)) > 0.01
 
 
 def test_ctrl_c_stops_the_server(tmp_path):

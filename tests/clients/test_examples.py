@@ -8,9 +8,11 @@ import sys
 import time
 import urllib.request
 
+import av
 import numpy as np
 import pytest
 import soundfile
+from forwarder import Forwarder
 from triton_server import ROOT, TritonServer, free_ports
 from wav import read_wav
 
@@ -163,7 +165,7 @@ def test_no_server_there(example, tmp_path):
     began = time.monotonic()
     result = subprocess.run(command(example, TEXT, port=port), capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert time.monotonic() - began < 20
-    assert result.stderr.startswith("error: no answer from the server: ")
+    assert result.stderr.startswith("error: no answer from ")
     assert (result.returncode, result.stderr.count("\n")) == (1, 1)
 
 
@@ -198,38 +200,70 @@ def test_ctrl_c_cancels_the_request(example, server, tmp_path):
 
 
 def test_a_server_that_stops_half_way(tmp_path):
+    """What has come is kept."""
     with TritonServer(model=ROOT / "models" / "small") as own:
-        ports = {"speak.py": own.grpc_port, "speak_http.py": own.http_port}
+        jobs = [("speak.py", own.grpc_port, "a.mp3"), ("speak_http.py", own.http_port, "b.opus")]
         processes = [
             subprocess.Popen(
-                command(example, f"{TEXT} and " * 20, "--output", str(tmp_path / "out.wav"), port=port),
+                command(example, f"{TEXT} and " * 20, "--output", str(tmp_path / name), port=port),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for example, port in ports.items()
+            for example, port, name in jobs
         ]
         try:
             wait_for_streams(own, 2)
+            wait_for_metric(own, r"voxcpm2_patches_total{.*} \d{2,}")
             own.stop()
-            for process in processes:
+            for process, (_, _, name) in zip(processes, jobs, strict=True):
                 out, error = process.communicate(timeout=5)
-                assert (process.returncode, out, error.count("\n")) == (1, "", 1)
-                assert error.startswith("error: ")
+                assert (process.returncode, out) == (1, "")
+                partial = f"({tmp_path / name} is partial: it holds what came before)"
+                assert error == f"error: UNAVAILABLE: the server is shutting down {partial}\n"
+                assert speech(tmp_path / name) > 0.3
         finally:
             for process in processes:
                 process.kill()
-    assert not (tmp_path / "out.wav").exists()
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("suffix", [".wav", ".flac"])
+def test_a_connection_that_breaks_half_way(example, suffix, server, tmp_path):
+    output = tmp_path / f"out{suffix}"
+    with Forwarder(server.grpc_port if example == "speak.py" else server.http_port, cut_after=150_000) as forwarder:
+        words = [f"{TEXT} and " * 20, "--seed", "0", "--output", str(output)]
+        words = [*command(example, *words, port=0)[:-1], forwarder.url]
+        result = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert re.fullmatch(r"error: the connection was lost: .*\n", result.stderr)
+    assert result.stderr.endswith(f" ({output} is partial: it holds what came before)\n")
+    assert speech(output) > 0.5
+
+
+def speech(path) -> float:
+    """Seconds of a file that holds speech."""
+    with av.open(path) as file:
+        frames = [np.asarray(frame.to_ndarray(), np.float64) for frame in file.decode(audio=0)]
+        rate = file.streams.audio[0].rate
+    samples = np.concatenate(frames, axis=1).ravel()
+    assert samples.std() > 0.05 * np.abs(samples).max() > 0
+    return len(samples) / rate
 
 
 def wait_for_streams(server, count: int) -> None:
-    """Until the server's metrics, which it refreshes once a second, speak of this many running streams."""
+    """Until the server's metrics speak of this many running streams."""
+    wait_for_metric(server, rf"voxcpm2_active_streams{{.*}} {count}")
+
+
+def wait_for_metric(server, line: str) -> None:
+    """Until the server's metrics, which it refreshes once a second, have such a line."""
     end = time.monotonic() + 15
     while True:
         with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=5) as response:
-            if re.search(rf"^voxcpm2_active_streams{{.*}} {count}$", response.read().decode(), re.MULTILINE):
+            if re.search(rf"^{line}$", response.read().decode(), re.MULTILINE):
                 return
-        assert time.monotonic() < end, f"the server never had {count} running streams"
+        assert time.monotonic() < end, f"the server's metrics never had {line}"
         time.sleep(0.1)
 
 

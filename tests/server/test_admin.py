@@ -23,7 +23,7 @@ from reference.adapters import AdapterShape, random_weights, write_adapter
 from reference.recordings import write_voice
 from safetensors import safe_open
 from talk import TEXT, Talk, inputs, is_final, speak, wait_until
-from triton_server import ROOT, TritonServer, free_ports
+from triton_server import ROOT, TritonServer
 from tritonclient.utils import InferenceServerException
 
 SMALL = ROOT / "models" / "small"
@@ -381,12 +381,17 @@ def test_the_command_line(server, client, voice, tmp_path):
     message = "a recording is missing: --reference, or --prompt-audio with --prompt-text"
     assert cli(server, "voices", "register", "x", status=1) == message
     np.save(tmp_path / "flat.npy", made.ravel())
-    message = f"{tmp_path}/flat.npy: must have shape [frames, 64], got [256]"
-    assert cli(server, "voices", "register", "x", "--reference", tmp_path / "flat.npy", status=1) == message
+    (tmp_path / "text.npy").write_text("no latents")
+    for path, message in [
+        (tmp_path / "flat.npy", f"{tmp_path}/flat.npy: must be floats of shape [frames, 64], got float32 [256]"),
+        (tmp_path / "text.npy", f"{tmp_path}/text.npy: is no .npy file of numbers: the magic string is not correct; "),
+        ("/none/v.wav", "--reference: /none/v.wav cannot be read: No such file or directory"),
+        (tmp_path, f"--reference: {tmp_path} cannot be read: Is a directory"),
+    ]:
+        told = cli(server, "voices", "register", "x", "--reference", path, status=1)
+        assert told.startswith(message) and "\n" not in told
     assert cli(server, "--url", f"grpc://{server.grpc_url}", "info") == cli(server, "info")
-    (port,) = free_ports(1)
-    answer = cli(server, "--url", f"http://127.0.0.1:{port}", "info", status=1)
-    assert answer.startswith(f"no answer from 127.0.0.1:{port}: is the server running? --url or VOXCPM_URL ")
+    assert cli(server, "voices", "register", status=2).endswith("\n\nError: Missing argument 'name'.")
 
 
 @pytest.mark.usefixtures("clean")

@@ -15,7 +15,7 @@ from dq_engine.offline.results import Results, ResultsError
 
 _DAY_S = 24 * 3600.0
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 @app.command()
