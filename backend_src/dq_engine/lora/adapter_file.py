@@ -6,6 +6,7 @@ official training writes them, or the path of such a weights file.
 
 import io
 import json
+import os
 import pickle
 import zipfile
 from pathlib import Path, PurePosixPath
@@ -64,7 +65,7 @@ def _find(folder: Path, path: str) -> tuple[str, str]:
     if path.endswith(_SUFFIXES):
         return path, str(PurePosixPath(path).with_name(_CONFIG))
     # Only a name is chosen here: whatever lies under it is opened, and checked, by `read_guarded`.
-    present = [name for name in _WEIGHTS if (folder / path / name).is_file()] if ".." not in path else []
+    present = [name for name in _WEIGHTS if os.path.isfile(folder / path / name)] if ".." not in path else []
     return str(PurePosixPath(path) / (present or _WEIGHTS)[0]), str(PurePosixPath(path) / _CONFIG)
 
 
