@@ -192,13 +192,18 @@ class TritonDriver(Driver):
 
     async def start(self) -> dict:
         import tritonclient.grpc.aio as grpc_aio
+        from tritonclient.utils import InferenceServerException
 
         alone = [("grpc.use_local_subchannel_pool", 1)]  # otherwise gRPC joins them into one connection
         self._clients = [
             grpc_aio.InferenceServerClient(self._url, channel_args=alone) for _ in range(self._connections)
         ]
-        if not await self._clients[0].is_model_ready("voxcpm2", client_timeout=10):
-            raise RuntimeError(f"the model voxcpm2 is not ready on {self._url}")
+        try:
+            ready = await self._clients[0].is_model_ready("voxcpm2", client_timeout=10)
+        except InferenceServerException as error:
+            raise ConnectionError(f"no gRPC from {self._url} (8001 by default): {error.message()}") from None
+        if not ready:
+            raise ConnectionError(f"the model voxcpm2 is not ready on {self._url}")
         self.cached_tokens, self._sent = 0, 0
         return {"url": self._url, "connections": self._connections, "output_format": self._format}
 

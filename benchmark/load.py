@@ -305,7 +305,10 @@ def main(
 
     settings = Settings(max_num_seqs, memory, realtime=not offline)
     driver = make_driver(engine.value, target, settings, output_format.value)
-    asyncio.run(run(driver, plan, rows, write, common))
+    try:
+        asyncio.run(run(driver, plan, rows, write, common))
+    except ConnectionError as error:  # there is no server
+        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

@@ -260,7 +260,7 @@ def test_unregistered_while_it_is_used(open_engine, alone):
 def test_replaced_while_it_is_used(open_engine, alone):
     """The name "a" gets b's weights: the stream that runs keeps the old ones, the next has the new ones."""
     engine = open_engine(2, "a")
-    assert [entry["version"] for entry in engine.list_loras()] == [1]
+    assert [entry["version"] for entry in engine.list_loras()] == [1] and engine.snapshot()["lora_loads"] == 0
     begun = begin(engine, make_request("a", patches=60))
     assert engine.register_lora("b", "b")["version"] == 1
     assert engine.register_lora("a", "b")["version"] == 2

@@ -225,7 +225,7 @@ class AdapterRegistry:
             self._counters["lora_evictions"] += 1
         self._owners[slot] = adapter
         adapter.loaded, adapter.error = False, None
-        self._counters["lora_loads"] += 1
+        self._counters["lora_loads"] += bool(adapter.name)  # the warm-up's is nobody's
         self._loader.load(slot, adapter.weights)
 
     def _done(self, slot: int, weights: AdapterWeights, error: Exception | None) -> None:
