@@ -82,7 +82,8 @@ def test_the_readme_example_without_an_event_loop(pool):
 
 
 def test_the_readme_example_in_an_event_loop(pool):
-    """And the streams of one loop run together, each as if it were alone."""
+    """The streams of one loop run together, each as if it were alone; a worker that dies ends all of them."""
+    before = set(workers())
 
     async def main() -> list[np.ndarray]:
         server = VoxCPM.from_pretrained(
@@ -98,14 +99,22 @@ def test_the_readme_example_in_an_event_loop(pool):
         model_info = await server.get_model_info()
         assert int(model_info["sample_rate"]) == 48000
 
-        async def speak(seed: int) -> np.ndarray:
+        async def speak(seed: int, text: str = SENTENCE) -> np.ndarray:
             chunks = []
-            async for chunk in server.generate(target_text=SENTENCE, cfg_value=2, seed=seed):
+            async for chunk in server.generate(target_text=text, cfg_value=2, seed=seed):
                 assert chunk.dtype == np.float32 and chunk.shape == (PATCH,)
                 chunks.append(chunk)
             return np.concatenate(chunks, axis=0)
 
         together = await asyncio.gather(*(speak(seed) for seed in range(3)))
+        (worker,) = before.symmetric_difference(workers())
+        asked = [asyncio.create_task(speak(seed, " ".join([SENTENCE] * 10))) for seed in range(3)]
+        await asyncio.sleep(0.3)
+        os.kill(worker, signal.SIGKILL)
+        for end in await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20):
+            assert isinstance(end, RuntimeError) and str(end).startswith("INTERNAL: the engine worker 0 died; ")
+        with pytest.raises(RuntimeError, match="^UNAVAILABLE: no engine worker is ready; a restart is under way$"):
+            await server.encode_latents(b"any", "wav")
         await server.stop()
         with pytest.raises(RuntimeError, match="^UNAVAILABLE: "):
             await speak(0)
