@@ -39,6 +39,10 @@ if [[ -n ${MODEL:-} ]]; then
     [[ -d $MODEL ]] && MODEL=$(cd "$MODEL" && pwd)
     export DQ_ENGINE_MODEL=$MODEL
 fi
+if [[ -e 1/model.py ]]; then # the folder of a model: the stubs would take it for every model's
+    echo "entrypoint: $PWD/1/model.py would be run in the place of every model: start elsewhere" >&2
+    exit 1
+fi
 host=${HOST:-127.0.0.1}
 if [[ ! $host =~ ^(127\.|localhost$|::1$) && -z ${DQ_ENGINE_ADMIN_TOKEN:-} ]]; then
     echo "entrypoint: without DQ_ENGINE_ADMIN_TOKEN whoever reaches a port may administer this server" >&2

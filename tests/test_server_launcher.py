@@ -212,6 +212,14 @@ def test_settings_that_cannot_be_are_told_before_anything_is_loaded(settings, me
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"entrypoint: {message}\n")
 
 
+def test_a_models_own_folder_is_no_place_to_start_in():
+    """Triton's stubs would take its 1/model.py for that of every model."""
+    folder = ROOT / "model_repository/voxcpm2"
+    done = subprocess.run([ROOT / "docker/entrypoint.sh"], cwd=folder, capture_output=True, text=True, timeout=20)
+    message = f"entrypoint: {folder}/1/model.py would be run in the place of every model: start elsewhere\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", message)
+
+
 def test_progress_is_told_while_the_server_starts(repository):
     told = []
     with TritonServer(model_repository=repository, on_progress=lambda *what: told.append(what)):

@@ -20,8 +20,15 @@ pytestmark = pytest.mark.alone
 
 
 @pytest.fixture
-def server():
-    with TritonServer(model=ROOT / "models" / "small", model_control=True) as server:
+def server(tmp_path_factory):
+    """It is started among files with the names of modules, none of which must be taken for its own."""
+    folder = tmp_path_factory.mktemp("misleading")
+    for name in ("json", "logging", "queue", "numpy", "msgspec", "zmq", "torch"):
+        (folder / f"{name}.py").write_text("raise ImportError('not this one')")
+    script = folder / "start"
+    script.write_text(f'#!/bin/sh\ncd {folder} && exec {ROOT}/docker/entrypoint.sh "$@"\n')
+    script.chmod(0o755)
+    with TritonServer(model=ROOT / "models" / "small", model_control=True, entrypoint=script) as server:
         yield server
 
 

@@ -1,5 +1,10 @@
 """The Triton face of the engine: tensors in, a request to the engine worker, audio out. No engine logic lives here."""
 
+import sys
+
+# The stub looks for modules first where the server was started: a json.py that lies there is not Python's.
+sys.path[:] = filter(None, sys.path)
+
 import json
 import logging
 import os

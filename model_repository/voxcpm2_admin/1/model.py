@@ -1,5 +1,10 @@
 """Administration: passes operations to the process that voxcpm2 runs in, over its control socket."""
 
+import sys
+
+# The stub looks for modules first where the server was started: a json.py that lies there is not Python's.
+sys.path[:] = filter(None, sys.path)
+
 import json
 import math
 

@@ -1,5 +1,10 @@
 """Recordings to latents: passes them to the engine worker of voxcpm2, over its control socket."""
 
+import sys
+
+# The stub looks for modules first where the server was started: a json.py that lies there is not Python's.
+sys.path[:] = filter(None, sys.path)
+
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
