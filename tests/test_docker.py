@@ -164,6 +164,12 @@ def test_compose_agrees_with_the_dockerfile():
     assert inside == [environment()[name] for name in ("HTTP_PORT", "GRPC_PORT", "METRICS_PORT")]
     assert [volume.split(":")[0] for volume in service["volumes"]] == [*compose["volumes"]]
     assert [volume.split(":")[1] for volume in service["volumes"]] == [environment()[name] for name in WRITTEN]
+    # The file that Compose reads for what is in braces goes into the container whole, but for the ports.
+    assert service["env_file"] == [{"path": ".env", "required": False}]
+    assert [service["environment"][name] for name in ("HTTP_PORT", "GRPC_PORT", "METRICS_PORT")] == inside
+    for name, value in service["environment"].items():
+        assert name.endswith("_PORT") or re.fullmatch(rf"\$\{{{name}:-.*\}}", value), "it would hide the file's"
+    subprocess.run(["git", "check-ignore", "-q", "docker/.env"], cwd=ROOT, check=True)
     assert service["shm_size"] == "1gb"
     assert service["stop_grace_period"] == "10s"  # the entrypoint needs up to 5
     assert service["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
@@ -195,7 +201,7 @@ def test_the_kubernetes_manifest_agrees_with_the_dockerfile():
 
 def test_the_pages_links_and_settings_are_there():
     page = (ROOT / "docs/deploy.md").read_text()
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", page)]
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(((?!https://)[^)]+)\)", page)]
     assert links
     assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
     assert {name.lower() for name in re.findall(r"DQ_ENGINE_([A-Z_]+)", page)} <= set(EngineConfig.model_fields)
