@@ -1,6 +1,8 @@
 """`from dq_engine import VoxCPM`: what programs written for nano-vllm-voxcpm call, and what they get back."""
 
 import asyncio
+import dataclasses
+import importlib
 import inspect
 import os
 import signal
@@ -14,10 +16,15 @@ import pytest
 from reference.recordings import write_voice
 from triton_server import ROOT
 
-from dq_engine import AsyncVoxCPM2ServerPool, SyncVoxCPM2ServerPool, VoxCPM
+import dq_engine.nano  # noqa: F401  lets nano-vllm-voxcpm be imported without flash-attn
+from dq_engine import AsyncVoxCPM2ServerPool, LoRAConfig, SyncVoxCPM2ServerPool, VoxCPM
 from dq_engine.errors import CheckpointError
 from dq_engine.serving.messages import Audio
 from dq_engine.serving.supervisor import WorkerStartError
+
+nano = importlib.import_module("nanovllm_voxcpm")
+nano_config = importlib.import_module("nanovllm_voxcpm.models.voxcpm2.config")
+nano_server = importlib.import_module("nanovllm_voxcpm.models.voxcpm2.server")
 
 SMALL = str(ROOT / "models" / "small")
 SENTENCE = "rachel wants five pretty flowers"
@@ -47,18 +54,35 @@ def pool() -> Iterator[SyncVoxCPM2ServerPool]:
     assert workers() == []
 
 
+def parameters(function) -> dict[str, object]:
+    """Names and defaults, in their order."""
+    return {parameter.name: parameter.default for parameter in inspect.signature(function).parameters.values()}
+
+
 def test_the_parameters_are_those_of_nano():
-    given = list(inspect.signature(VoxCPM.from_pretrained).parameters)
-    assert given[:-1] == (
-        "model inference_timesteps max_num_batched_tokens max_num_seqs max_model_len gpu_memory_utilization "
-        "enforce_eager devices lora_config"
-    ).split()
-    for pool in (AsyncVoxCPM2ServerPool, SyncVoxCPM2ServerPool):
-        names = list(inspect.signature(pool.generate).parameters)
-        assert names[1:] == (
-            "target_text prompt_latents prompt_text prompt_id max_generate_length temperature cfg_value "
-            "ref_audio_latents lora_name seed"
-        ).split()
+    """Of the package that is installed: names, order and defaults, but for the two that the README tells of."""
+    theirs = parameters(nano.VoxCPM.from_pretrained)
+    ours = parameters(VoxCPM.from_pretrained)
+    assert list(ours)[:-1] == list(theirs)[:-1]
+    assert (ours.pop("max_num_seqs"), theirs.pop("max_num_seqs")) == (None, 512)  # 512 where there is a GPU
+    assert (ours.pop("devices"), theirs.pop("devices")) == ((), [])
+    assert {name: ours[name] for name in list(theirs)[:-1]} == {name: theirs[name] for name in list(theirs)[:-1]}
+    for our_pool, their_pool in (
+        (AsyncVoxCPM2ServerPool, nano_server.AsyncVoxCPM2ServerPool),
+        (SyncVoxCPM2ServerPool, nano_server.SyncVoxCPM2ServerPool),
+    ):
+        for name in (name for name in vars(their_pool) if not name.startswith("_")):
+            theirs, ours = parameters(getattr(their_pool, name)), parameters(getattr(our_pool, name))
+            if name == "generate":
+                assert (ours.pop("max_generate_length"), theirs.pop("max_generate_length")) == (None, 2000)
+            if name == "encode_latents":
+                assert (ours.pop("wav_format"), ours.pop("purpose")) == ("", "prompt")
+                del theirs["wav_format"]
+            assert ours == theirs, name
+
+
+def test_room_for_adapters_is_described_as_in_nano():
+    assert dataclasses.asdict(LoRAConfig()) == nano_config.LoRAConfig().model_dump()
 
 
 def test_the_readme_example_without_an_event_loop(pool):
