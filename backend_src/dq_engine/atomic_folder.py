@@ -29,8 +29,8 @@ class AtomicFolder:
         os.close(self._open())
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Change the folder, while nobody else does.
+    def locked(self) -> Iterator["LockedFolder"]:
+        """The folder to be changed, while nobody else changes it.
 
         Raises:
             RequestError: UNAVAILABLE, others have changed it for _LOCK_TIMEOUT_S.
@@ -47,12 +47,27 @@ class AtomicFolder:
                         message = f"{self.path} was being changed by others for {_LOCK_TIMEOUT_S:g} s"
                         raise RequestError("UNAVAILABLE", message) from None
                     time.sleep(0.01)
-            yield
+            yield LockedFolder(self.path, handle)
         finally:
             os.close(handle)
 
+    def _open(self) -> int:
+        return os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+class LockedFolder:
+    """A folder that nobody else changes.
+
+    Args:
+        path: of the folder.
+        handle: a file descriptor of it.
+    """
+
+    def __init__(self, path: Path, handle: int) -> None:
+        self.path, self._handle = path, handle
+
     def write(self, name: str, data: bytes) -> None:
-        """Make a file; whoever looks finds it whole or not at all, after a crash too. Only while `locked`.
+        """Make a file that is not there; whoever looks finds it whole or not at all, after a crash too.
 
         Raises:
             OSError: the disk is full, say; there is no such file then.
@@ -66,27 +81,17 @@ class AtomicFolder:
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.rename(self.path / name)
+            os.fsync(self._handle)  # the folder's entries outlive a crash of the machine
         except OSError:
-            unfinished.unlink(missing_ok=True)
+            for path in unfinished, self.path / name:
+                path.unlink(missing_ok=True)
             raise
-        self._sync()
 
     def remove(self, name: str) -> None:
-        """Remove a file. Only while `locked`.
+        """Remove a file.
 
         Raises:
             FileNotFoundError: there is none.
         """
         (self.path / name).unlink()
-        self._sync()
-
-    def _sync(self) -> None:
-        """Have the folder's entries outlive a crash of the machine."""
-        handle = self._open()
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-    def _open(self) -> int:
-        return os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        os.fsync(self._handle)

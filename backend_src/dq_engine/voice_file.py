@@ -121,20 +121,29 @@ def unpack(name: str, data: bytes, feat_dim: int, patch_size: int, field: str) -
     return Voice(name, reference, prompt, prompt_text, created)
 
 
-def describe(handle: int, field: str) -> dict:
-    """reference_frames, prompt_frames, prompt_text, created and bytes of a voice, by its file's header alone.
+def read_header(handle: int) -> bytes:
+    """The beginning of a voice's file, as far as `describe` needs it.
 
     Args:
         handle: file descriptor, at the file's beginning.
+    """
+    length = os.read(handle, 8)
+    return length + os.read(handle, min(int.from_bytes(length, "little"), _MAX_HEADER_BYTES))
+
+
+def describe(data: bytes, size: int, field: str) -> dict:
+    """reference_frames, prompt_frames, prompt_text, created and bytes of a voice, by its file's header alone.
+
+    Args:
+        data: the file, or its beginning with the header.
+        size: of the file.
         field: named in errors.
 
     Raises:
         RequestError: INVALID_ARG, its metadata or its latents are not those of a voice.
         ValueError, KeyError, TypeError, IndexError, RecursionError: it is not the header of a safetensors file.
     """
-    size = os.fstat(handle).st_size
-    length = min(int.from_bytes(os.read(handle, 8), "little"), _MAX_HEADER_BYTES)
-    header = json.loads(os.read(handle, length))
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     prompt_text, created = _about(header["__metadata__"], field)
     tensors = [header.get(kind, {"dtype": "F32", "shape": [0]}) for kind in _TENSORS]
     frames = [tensor["shape"][0] for tensor in tensors]

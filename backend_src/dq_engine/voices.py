@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from dq_engine import voice_file
-from dq_engine.atomic_folder import AtomicFolder
+from dq_engine.atomic_folder import AtomicFolder, LockedFolder
 from dq_engine.errors import RequestError, invalid
 from dq_engine.guarded_files import open_guarded, read_guarded
 from dq_engine.voice_file import Voice
@@ -99,7 +99,8 @@ class VoiceStore:
         _check_name(name, field)
         try:
             with open_guarded(self._folder.path, name + _SUFFIX, field) as handle:
-                return {"name": name, **voice_file.describe(handle, field)}
+                data, size = voice_file.read_header(handle), os.fstat(handle).st_size
+            return {"name": name, **voice_file.describe(data, size, field)}
         except RequestError as error:
             raise _about_voice(error, name, field) from None
         except (ValueError, KeyError, TypeError, IndexError, RecursionError):
@@ -124,7 +125,7 @@ class VoiceStore:
         self.check_new(name)
         voice_file.check(reference_latents, prompt_latents, prompt_text, self._feat_dim, self._patch_size)
         data = voice_file.pack(reference_latents, prompt_latents, prompt_text)
-        with self._changing():
+        with self._changing() as folder:
             self.check_new(name)
             names = self._names()
             if len(names) >= self._max_count:
@@ -133,8 +134,8 @@ class VoiceStore:
             if used + len(data) > self._max_bytes:
                 message = f"{used} bytes of voices are stored and this has {len(data)}, the limit is voices_max_bytes"
                 raise RequestError("UNAVAILABLE", message)
-            self._folder.write(name + _SUFFIX, data)
-            return self.describe(name)
+            folder.write(name + _SUFFIX, data)
+        return {"name": name, **voice_file.describe(data, len(data), "name")}
 
     def delete(self, name: str) -> None:
         """Remove a voice; streams that use it end as they would have.
@@ -144,9 +145,9 @@ class VoiceStore:
                 changed.
         """
         _check_name(name, "name")
-        with self._changing():
+        with self._changing() as folder:
             try:
-                self._folder.remove(name + _SUFFIX)
+                folder.remove(name + _SUFFIX)
             except FileNotFoundError:
                 raise _not_found(name, "name") from None
         with self._lock:
@@ -159,11 +160,11 @@ class VoiceStore:
             raise RequestError("ALREADY_EXISTS", f'name: there is a stored voice named "{name}"; delete it first')
 
     @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
+    def _changing(self) -> Iterator[LockedFolder]:
         """Change the folder; no room, no rights or no folder is no fault of the engine."""
         try:
-            with self._folder.locked():
-                yield
+            with self._folder.locked() as folder:
+                yield folder
         except OSError as error:
             raise RequestError("UNAVAILABLE", f"the folder of voices cannot be changed: {error.strerror}") from None
 

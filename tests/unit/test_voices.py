@@ -150,6 +150,36 @@ def test_a_full_disk_leaves_nothing(store, tmp_path, monkeypatch):
     assert list((tmp_path / "voices").iterdir()) == []
 
 
+@pytest.mark.parametrize("call", range(1, 8))
+def test_a_fault_at_any_call_of_the_system_leaves_nothing(store, tmp_path, call, monkeypatch):
+    """No file handles, say: who is told that his voice was refused finds none."""
+    count = 0
+
+    def counted(function):
+        def call_or_fail(*arguments, **options):
+            nonlocal count
+            count += 1
+            if count == call:
+                raise OSError(24, "Too many open files")
+            return function(*arguments, **options)
+
+        return call_or_fail
+
+    with monkeypatch.context() as faulty:
+        for name in "open", "fsync":
+            faulty.setattr(atomic_folder.os, name, counted(getattr(os, name)))
+        for name in "open", "rename":
+            faulty.setattr(atomic_folder.Path, name, counted(getattr(atomic_folder.Path, name)))
+        try:
+            described = store.register("ann", REFERENCE)
+        except RequestError as error:
+            described = None
+            assert str(error) == "UNAVAILABLE: the folder of voices cannot be changed: Too many open files"
+    assert (described is not None) == (call > count)
+    assert store.describe_all() == ([] if described is None else [described])
+    assert len(list((tmp_path / "voices").iterdir())) == (described is not None)
+
+
 def test_a_folder_that_is_gone(store, tmp_path):
     store.register("ann", REFERENCE)
     (tmp_path / "voices").rename(tmp_path / "elsewhere")

@@ -93,7 +93,11 @@ class ControlClient:
         Raises:
             RequestError: of the operation; UNAVAILABLE if the model is not there or does not answer in time.
         """
-        with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection = socket.socket(socket.AF_UNIX)
+        except OSError as error:  # no file handles, say
+            raise RequestError("UNAVAILABLE", f"the model {self._model} cannot be called: {error.strerror}") from None
+        with connection:
             connection.settimeout(TRANSFER_TIMEOUT_S)
             try:
                 connection.connect(str(self._path))
