@@ -39,7 +39,7 @@ help:
 	@echo "make serve     the server in the foreground until Ctrl-C; MODEL, HTTP_PORT, GRPC_PORT, METRICS_PORT"
 	@echo "make test      every test that is not slow, without a GPU those that need none; PYTEST='arguments of pytest'"
 	@echo "make test-all  the slow tests too"
-	@echo "make test-nano the engine's tests with another version of nano-vllm-voxcpm; NANO=2.0.4"
+	@echo "make test-nano the tests of everything below Triton with another version of nano-vllm-voxcpm; NANO=2.0.4"
 	@echo "make gpu-smoke whether this machine's GPUs can serve, check by check"
 	@echo "make lint      ruff"
 	@echo "make setup     only sets up .venv; PYTHON=python3.12, TORCH_INDEX=index of PyTorch's CPU builds"
@@ -73,7 +73,8 @@ endif
 
 test-nano: setup-test
 	$(python) -m pip install --quiet --upgrade --no-deps --target build/nano-$(NANO) nano-vllm-voxcpm==$(NANO)
-	PYTHONPATH=build/nano-$(NANO) $(python) -m pytest -m "not slow" tests/engine tests/test_nano_versions.py $(PYTEST)
+	PYTHONPATH=build/nano-$(NANO) $(python) -m pytest -m "not slow" tests/test_nano_versions.py \
+		tests/unit tests/engine tests/parallel tests/serving tests/api tests/offline $(PYTEST)
 
 gpu-smoke: setup
 	$(python) tools/gpu_smoke.py
