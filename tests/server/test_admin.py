@@ -339,6 +339,15 @@ def test_json_over_http(server):
     assert (answer.status_code, answer.json()["error"]) == (400, "INVALID_ARG: token: is not the administration's")
 
 
+def test_infer_over_http(server):
+    fields = {"operation": "information", "arguments": "{}", "token": TOKEN}
+    given = [{"name": name, "shape": [1], "datatype": "BYTES", "data": [value]} for name, value in fields.items()]
+    url = f"http://{server.http_url}/v2/models/voxcpm2_admin/infer"
+    (output,) = httpx.post(url, json={"inputs": given}, timeout=60).json()["outputs"]
+    assert json.loads(output["data"][0])["latent_width"] == 64
+    assert httpx.post(url, json={"inputs": given[:2]}, timeout=60).json()["error"].startswith("INVALID_ARG: token: ")
+
+
 def test_voxcpm2_refuses_these_operations(server):
     assert "operation" in stream_error(server, {"text": TEXT, "operation": "drain"})
 
