@@ -146,7 +146,9 @@ def main() -> None:
 
 
 def explain(error: Exception) -> str:
-    """What a stream ended with; the server's own errors begin with their code and have no status."""
+    """What went wrong; the server's own errors begin with their code and have no status."""
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
     if not isinstance(error, InferenceServerException):
         return str(error)
     return error.message() if error.status() is None else f"the connection was lost: {error.message()}"

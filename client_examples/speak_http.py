@@ -124,5 +124,7 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit("cancelled")
-    except (httpx.InvalidURL, OSError) as error:
-        sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: {error.filename}: {error.strerror}")
+    except httpx.InvalidURL as error:
+        sys.exit(f"error: --url: {error}")

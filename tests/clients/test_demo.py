@@ -132,7 +132,7 @@ def test_a_model_that_the_hub_does_not_have(tmp_path):
     [
         ({"MODEL": "/no/such/model"}, "error: /no/such/model is neither a directory nor a hub id"),
         ({"OUT": "/no/such/folder/demo.wav"}, "OUT: the directory /no/such/folder does not exist"),
-        ({"REFERENCE": "/no/such/voice.wav"}, "error: [Errno 2] No such file or directory: '/no/such/voice.wav'"),
+        ({"REFERENCE": "/no/such/voice.wav"}, "error: /no/such/voice.wav: No such file or directory"),
     ],
 )
 def test_what_is_not_there_is_said_before_anything_starts(settings, message, tmp_path):

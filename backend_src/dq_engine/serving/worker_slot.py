@@ -130,13 +130,15 @@ class WorkerSlot:
         self._plan_restart()
         how = worker.start_error or _exit_reason(status)
         if not stopping:
+            told = _was_told_to_end(status)
             logger.log(
-                logging.INFO if _was_told_to_end(status) else logging.ERROR,
-                "worker %d ended: %s; %d streams lost; next start in %.1f s",
+                logging.INFO if told else logging.ERROR,
+                "worker %d ended: %s; %d streams lost; next start in %.1f s%s",
                 self.index,
                 how,
                 len(unanswered),
                 self.restart_at - time.monotonic(),
+                ", unless the server ends too" if told else "",
             )
         return how
 
