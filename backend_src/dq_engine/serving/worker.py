@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 import zmq
@@ -51,6 +52,7 @@ SEND_QUEUE_MESSAGES = 16
 LINGER_MS = 500
 # An mp3 costs 1.5 ms of a core for each patch of 160 ms.
 MOST_ENCODERS = 8
+VOICE_READERS = 4
 _OWN_FORMATS = ("f32", "pcm16", "wav")
 """What takes hardly more than a copy is made here, unless the rate has to be converted."""
 
@@ -70,6 +72,9 @@ class Worker:
         self._streams = {}
         self._lock = threading.Lock()
         self._stopping = False
+        self._readers = ThreadPoolExecutor(VOICE_READERS, "dq-voice")
+        self._reading: dict[int, bool] = {}
+        """Streams whose voice is being read, and whether their client has left meanwhile; guarded by _lock."""
         self._ended: set[int] = set()
         """Streams that ended before `submit` returned their `Stream`."""
 
@@ -99,7 +104,12 @@ class Worker:
             if inbox not in events:
                 continue
             message = decode_to_worker(inbox.recv())
-            if isinstance(message, Submit):
+            if isinstance(message, Submit) and message.request.voice is not None:
+                # Its file may lie on a share that is slow, or answers no more: that is nobody else's concern.
+                with self._lock:
+                    self._reading[message.id] = False
+                self._readers.submit(self._submit, message)
+            elif isinstance(message, Submit):
                 self._submit(message)
             elif isinstance(message, Cancel):
                 self._cancel(message.id)
@@ -131,10 +141,16 @@ class Worker:
             self._outbox.post(Failed(message.id, "INTERNAL", f"taking the request failed: {error}"))
         else:
             with self._lock:
+                has_left = self._reading.get(message.id, False)
                 if message.id in self._ended:
                     self._ended.remove(message.id)
                 else:
                     self._streams[message.id] = stream
+            if has_left:
+                stream.cancel()
+        finally:
+            with self._lock:
+                self._reading.pop(message.id, None)
 
     def _on_chunk(self, outgoing: OutgoingStream, chunk: Chunk) -> None:
         """On the engine's delivery thread."""
@@ -147,7 +163,11 @@ class Worker:
         self._outbox.put(outgoing, chunk)
 
     def _cancel(self, id: int) -> None:
-        if (stream := self._streams.get(id)) is not None:
+        with self._lock:
+            if id in self._reading:
+                self._reading[id] = True
+            stream = self._streams.get(id)
+        if stream is not None:
             stream.cancel()
 
 
