@@ -17,7 +17,8 @@ from reference.recordings import write_voice
 from triton_server import ROOT
 from tritonclient import grpc as grpcclient
 
-from dq_engine.engine import DqCoreEngine, EngineConfig
+from dq_engine.audio.output import pcm16
+from dq_engine.engine import DqCoreEngine, EngineConfig, Request
 from dq_engine.offline.batch import speak_all
 from dq_engine.offline.manifest import Item, Row
 
@@ -122,6 +123,43 @@ def test_a_manifest_becomes_what_the_server_says(server, folder):
     assert "line 7: is no JSON: Expecting value: line 1 column 1 (char 0)\n" in err
     assert "line 6 (silent): INVALID_ARG: text: is empty\n" in err
     assert sorted(os.listdir(folder)) == ["manifest.jsonl", "out", "voice.wav"]
+
+
+@pytest.mark.slow
+def test_adapters_and_stored_voices(folder, monkeypatch):
+    """From a table, with an adapter that is given on the command line."""
+    monkeypatch.setenv("DQ_ENGINE_VOICES_DIR", str(folder / "voices"))
+    adapter = ROOT / "models" / "adapters" / "rms"
+    settings = {"lora_max_loras": 1, "lora_dir": str(adapter.parent), "max_num_seqs": 4}
+    config = EngineConfig(model=SMALL, device="cpu", threads=1, realtime=False, **settings)
+    rows = {"plain": {}, "adapted": {"lora": "deep"}, "stored": {"voice": "ann"}}
+    rows["both"] = rows["adapted"] | rows["stored"]
+    said = {}
+    with DqCoreEngine(config) as engine:
+        reference, _ = engine.encode((folder / "voice.wav").read_bytes(), "reference")
+        engine.voices.register("ann", reference)
+        engine.register_lora("deep", "rms")
+        for id, fields in rows.items():
+            chunks = engine.submit(Request(text=SENTENCES[0], seed=1, **fields))
+            said[id] = pcm16(np.concatenate([chunk.samples for chunk in chunks])).astype(int)
+    lines = ["id,text,seed,lora,voice"]
+    lines += [f"{id},{SENTENCES[0]},1,{row.get('lora', '')},{row.get('voice', '')}" for id, row in rows.items()]
+    (folder / "m.csv").write_text("\r\n".join(lines))
+    words = [*COMMAND, "m.csv", "out", "--model", SMALL, "--lora", f"deep={adapter}"]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("4 spoken, 0 done before, 0 failed; ")
+    for id, samples in said.items():
+        spoken, _ = soundfile.read(folder / "out" / f"{id}.wav", dtype="int16")
+        np.testing.assert_allclose(spoken, samples, atol=33)
+        others = [other for name, other in said.items() if name != id]
+        assert all(other.size != samples.size or np.abs(other - samples).max() > 330 for other in others)
+    again = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert again.stdout == "nothing to speak: 4 done before, 0 failed\n"
+    (folder / "voices" / "ann.safetensors").unlink()  # what was made with it is made anew, or fails
+    again = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert again.stdout.startswith("0 spoken, 2 done before, 2 failed; ")
+    assert 'line 4 (stored): NOT_FOUND: voice: there is no stored voice named "ann"' in again.stderr
 
 
 @pytest.mark.slow
