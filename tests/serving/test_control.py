@@ -202,6 +202,7 @@ def test_arguments_from_json():
         (b"\xff", "arguments: JSON is malformed: invalid character"),
         (b'{"a": ' + b"[" * 100_000, "arguments: "),
         (b'{"a": [1, "2"]}', "a: must be one flat list of numbers"),
+        (b'{"a": [1, true]}', "a: must be one flat list of numbers"),
         (b'{"a": [[1]]}', "a: must be one flat list of numbers"),
         (b'{"a": [1' + b"0" * 400 + b"]}", "a: must be one flat list of numbers of 32 bits"),
         (b" " * (16 * 2**20 + 1), "arguments: has 16777217 bytes, the limit is 16777216"),

@@ -52,7 +52,7 @@ def json_arguments(data: bytes) -> dict:
         raise invalid("arguments", str(error)) from None
     for name, value in arguments.items():
         if isinstance(value, list):
-            if not all(isinstance(number, int | float) for number in value):
+            if not all(type(number) in (int, float) for number in value):
                 raise invalid(name, "must be one flat list of numbers")
             try:
                 arguments[name] = np.array(value, "<f4").tobytes()
