@@ -24,7 +24,7 @@ CUT_OFF = (
 )
 PORTS = "gRPC is on port 8001 by default, HTTP on 8000, metrics on 8002"
 NO_ANSWER = {  # in gRPC's words, in ours
-    "Connection refused": "nothing listens there; is the server running?",
+    "Connection refused": "nothing listens there; is the server running, and ready?",
     "Socket closed": "no gRPC is spoken there, or only with TLS (grpcs://)",
     "http1.x server": "no gRPC is spoken there, or only with TLS (grpcs://)",
     "http2 header": "no gRPC is spoken there, or a proxy does not let this through",

@@ -48,7 +48,7 @@ def stream(client: httpx.Client, fields: dict[str, str | int]):
 def explain(error: httpx.HTTPError) -> str:
     """Why there is no answer, in our words where it may be the address."""
     if "Connection refused" in str(error):
-        return "nothing listens there; is the server running?"
+        return "nothing listens there; is the server running, and ready?"
     if "[SSL: " in str(error) and "CERTIFICATE" not in str(error):
         return "no TLS is spoken there, so http:// in the place of https://"
     if isinstance(error, httpx.RemoteProtocolError):

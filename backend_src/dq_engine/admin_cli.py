@@ -26,7 +26,7 @@ TIMEOUT_S = 320.0
 Name = Annotated[str, typer.Argument(help="Letters, digits, - and _; 64 at most.")]
 _RECORDING = {"help": "An audio file, or latents as a .npy file (float32, frames x 64)."}
 _NO_ANSWER = {  # in gRPC's words, in ours
-    "Connection refused": "nothing listens there; is the server running?",
+    "Connection refused": "nothing listens there; is the server running, and ready?",
     "Socket closed": "no gRPC is spoken there, or only with TLS (grpcs://)",
     "http1.x server": "no gRPC is spoken there, or only with TLS (grpcs://)",
     "http2 header": "no gRPC is spoken there, or a proxy does not let this through",
