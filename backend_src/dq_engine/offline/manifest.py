@@ -80,7 +80,7 @@ def read_manifest(path: Path, ignored: frozenset[str] = frozenset()) -> list[Ite
                     item = Item(line, item.id, error=f"id: line {seen[item.id]} has it already")
                 items.append(item)
     except (OSError, ManifestError) as error:
-        raise ManifestError(f"{path} cannot be read: {error}") from None
+        raise ManifestError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     return items
 
 
