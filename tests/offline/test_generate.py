@@ -36,9 +36,12 @@ def folder(tmp_path: Path) -> Path:
 def start(folder: Path, rows: list[dict | str], *options: str) -> subprocess.Popen:
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     (folder / "manifest.jsonl").write_text("\n".join(lines))
+    settings = {"DQ_ENGINE_MODEL": SMALL, "DQ_ENGINE_DEVICE": "cpu", "DQ_ENGINE_MAX_NUM_SEQS": "2"}
+    # A server's, perhaps: no item is to fail of them.
+    settings |= {"DQ_ENGINE_QUEUE_SIZE": "1", "DQ_ENGINE_QUEUE_TIMEOUT_S": "0.001"}
     return subprocess.Popen(
         [*COMMAND, str(folder / "manifest.jsonl"), str(folder / "out"), *options],
-        env={**os.environ, "DQ_ENGINE_MODEL": SMALL, "DQ_ENGINE_DEVICE": "cpu", "DQ_ENGINE_MAX_NUM_SEQS": "4"},
+        env={**os.environ, **settings},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

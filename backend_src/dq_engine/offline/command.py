@@ -14,6 +14,8 @@ from dq_engine.offline.manifest import Item, ManifestError, fingerprint, read_ma
 from dq_engine.offline.results import Results, ResultsError
 
 _DAY_S = 24 * 3600.0
+_QUEUE_SIZE = 1024
+"""More than `speak_all` has waiting."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -33,7 +35,8 @@ def generate(
 
     What is there already is left alone, so a run that was broken off goes on where it was; an item whose text, settings
     or model have changed is spoken anew. An item that fails is reported in results.csv, and the others go on. All
-    settings of the engine are taken from DQ_ENGINE_<NAME>; DQ_ENGINE_REALTIME is 0 here unless it is set.
+    settings of the engine are taken from DQ_ENGINE_<NAME>, but for those of its queue; DQ_ENGINE_REALTIME is 0 here
+    unless it is set.
     """
     try:
         items = read_manifest(manifest, frozenset(ignore or ()))
@@ -62,11 +65,13 @@ def generate(
 
 
 def _config(model: str | None, lora: list[str]) -> EngineConfig:
-    settings = {"model": model or "", "realtime": False, "queue_timeout_s": _DAY_S}
+    settings = {"model": model or "", "realtime": False}
     if lora:
         settings |= {"lora_max_loras": min(len(lora), 256), "lora_dir": "/"}
     config = EngineConfig.from_parameters(settings)
-    return config if model is None else config.model_copy(update={"model": model})
+    # How many may wait, and how long, is for servers: an item is not to fail because others are spoken.
+    update = {"queue_size": _QUEUE_SIZE, "queue_timeout_s": _DAY_S} | ({} if model is None else {"model": model})
+    return config.model_copy(update=update)
 
 
 def _adapter(pair: str) -> tuple[str, Path]:
