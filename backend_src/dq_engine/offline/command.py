@@ -1,5 +1,6 @@
 """The command `voxcpm-generate`."""
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Annotated
@@ -115,7 +116,11 @@ def _speak(
         todo.sort(key=lambda item: -len(item.row.text))  # long ones last would leave the other slots empty at the end
         for item in todo:
             results.discard(item.id)
-        with DqCoreEngine(config) as engine:
+        engine = DqCoreEngine(config)
+        with tqdm(bar_format="{desc}", leave=False, disable=None) as loading:  # a line, on terminals only
+            engine.start(lambda stage, done: loading.set_description_str(stage))
+        with contextlib.ExitStack() as stack:
+            stack.callback(engine.stop)
             for pair in lora:
                 engine.register_lora(*_adapter(pair))
             began = time.monotonic()
