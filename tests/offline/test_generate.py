@@ -157,7 +157,8 @@ def test_adapters_and_stored_voices(folder, monkeypatch):
         np.testing.assert_allclose(spoken, samples, atol=33)
         others = [other for name, other in said.items() if name != id]
         assert all(other.size != samples.size or np.abs(other - samples).max() > 330 for other in others)
-    again = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120)
+    more = [*words, "--lora", f"more={adapter}"]  # which none of them uses
+    again = subprocess.run(more, cwd=folder, capture_output=True, text=True, timeout=120)
     assert again.stdout == "nothing to speak: 4 done before, 0 failed\n"
     (folder / "voices" / "ann.safetensors").unlink()  # what was made with it is made anew, or fails
     again = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120)

@@ -98,11 +98,11 @@ def _speak(
     Returns:
         What ended it before its time, if anything did.
     """
-    adapters = [[pair, versions(_adapter(pair)[1])] for pair in lora]
-    made_by = [config.model, versions(Path(config.model).expanduser()), config.inference_timesteps, adapters]
+    adapters = {name: [str(path), versions(path)] for name, path in map(_adapter, lora)}
+    model = [config.model, versions(Path(config.model).expanduser()), config.inference_timesteps]
     voices = Path(config.voices_dir).expanduser() if config.voices_dir else None
     rows = [item for item in items if item.row is not None]
-    prints = {item.line: fingerprint(item.row, folder, voices, made_by) for item in rows}
+    prints = {i.line: fingerprint(i.row, folder, voices, [*model, adapters.get(i.row.lora)]) for i in rows}
     todo = [item for item in rows if not results.is_done(item.id, prints[item.line])]
     if not todo:
         typer.echo(f"nothing to speak: {len(rows)} done before, {len(errors)} failed")
