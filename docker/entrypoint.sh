@@ -135,9 +135,32 @@ stop() {
 }
 trap stop INT TERM HUP
 
+# When voxcpm2's stub has died (out of memory, say), Triton 2.51 starts no other, answers none of its streams, and goes on to
+# say that it is ready. So such a server is ended, with status 1, and whoever started it may start it again.
+lost=
+lose() {
+    [[ -z $stopping ]] || return 0
+    lost=1
+    echo "entrypoint: the process of the model voxcpm2 has died, and Triton does not start it again: the server ends" >&2
+    stop
+}
+trap lose USR1
+watch() {
+    local stubs='' pid
+    while sleep 2 && kill -0 "$server"; do
+        for pid in $stubs; do # A zombie: Triton waits for those that it ends itself.
+            [[ $(<"/proc/$pid/stat") != *") Z $server "* ]] || { kill -USR1 $$; return; }
+        done
+        stubs=$(grep -lsF voxcpm2/1/model.py /proc/[0-9]*/cmdline | tr -dc '0-9\n')
+    done
+}
+watch </dev/null >/dev/null 2>&1 {alive}>&- &
+watcher=$!
+
 wait "$server" # returns early, after the trap, when a signal comes
 status=$?
-[[ -z $stopping ]] || status=0
+[[ -z $stopping ]] || status=${lost:-0}
+kill "$watcher" 2>/dev/null
 # Said once more, as Triton's own tables come after it.
 [[ $status == 0 || ! -s $START_ERROR_FILE ]] || echo "entrypoint: $(head -n 1 "$START_ERROR_FILE")" >&2
 exec {alive}>&-

@@ -133,6 +133,23 @@ def test_a_reload_lets_running_streams_end(server, voice):
         assert _encode(client, voice) == "(8, 64)", "the new one has taken the control socket over"
 
 
+@pytest.mark.slow
+def test_a_stub_that_dies_ends_the_server_and_its_streams():
+    """Triton starts it no more, and goes on to say that it is ready: whoever started the server has to be told."""
+    server = TritonServer(model=ROOT / "models" / "small")
+    server.start()
+    processes = [psutil.Process(server.pid), *_all_processes(server)]
+    with Talk(server, LONG) as talk:
+        talk.next()
+        _processes(server, "stub")[0].kill()
+        talk.error(10)
+        wait_until(lambda: all(map(_ends, processes)), 10, "all processes are gone")
+    assert "entrypoint: the process of the model voxcpm2 has died, " in server.log_path.read_text()
+    with pytest.raises(ServerError, match="tritonserver ended with 1"):
+        server.check()
+    server.log_path.unlink()
+
+
 def test_a_request_that_triton_never_frees_does_not_keep_the_worker(server):
     """Clients that cancel just after a stream's end make Triton 2.51 keep the model for ever."""
     for _ in range(8):
