@@ -132,7 +132,7 @@ def test_a_manifest_becomes_what_the_server_says(server, folder):
 def test_adapters_and_stored_voices(folder, monkeypatch):
     """From a table, with an adapter that is given on the command line."""
     monkeypatch.setenv("DQ_ENGINE_VOICES_DIR", str(folder / "voices"))
-    adapter = ROOT / "models" / "adapters" / "rms"
+    adapter = ROOT / "models" / "adapters" / "kal"
     settings = {"lora_max_loras": 1, "lora_dir": str(adapter.parent), "max_num_seqs": 4}
     config = EngineConfig(model=SMALL, device="cpu", threads=1, realtime=False, **settings)
     rows = {"plain": {}, "adapted": {"lora": "deep"}, "stored": {"voice": "ann"}}
@@ -141,7 +141,7 @@ def test_adapters_and_stored_voices(folder, monkeypatch):
     with DqCoreEngine(config) as engine:
         reference, _ = engine.encode((folder / "voice.wav").read_bytes(), "reference")
         engine.voices.register("ann", reference)
-        engine.register_lora("deep", "rms")
+        engine.register_lora("deep", "kal")
         for id, fields in rows.items():
             chunks = engine.submit(Request(text=SENTENCES[0], seed=1, **fields))
             said[id] = pcm16(np.concatenate([chunk.samples for chunk in chunks])).astype(int)

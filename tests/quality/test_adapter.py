@@ -1,4 +1,4 @@
-"""models/adapters/rms, a real adapter: with it any text comes in rms's voice, beside streams without it."""
+"""models/adapters/kal, a real adapter: with it any text comes in a voice that the models do not know."""
 
 import asyncio
 
@@ -15,19 +15,19 @@ SETTINGS = {"device": "cpu", "threads": 1, "realtime": False, "lora_max_loras": 
 
 def test_only_the_adapted_streams_have_its_voice(judge):
     async def speak(speaking: EngineSpeaking) -> list[Spoken]:
-        adapted = [speaking.speak({**u.fields(), "lora": "rms"}) for u in UTTERANCES]
+        adapted = [speaking.speak({**u.fields(), "lora": "kal"}) for u in UTTERANCES]
         return await asyncio.gather(*adapted, *(speaking.speak(u.fields()) for u in UTTERANCES))
 
     folder = ROOT / "models" / "adapters"
     with DqCoreEngine(EngineConfig(model=str(ROOT / "models/small"), lora_dir=str(folder), **SETTINGS)) as engine:
-        engine.register_lora("rms", "rms")
+        engine.register_lora("kal", "kal")
         spoken = asyncio.run(speak(EngineSpeaking(engine)))
     verdicts = [
         judge.listen(u.sentence, s.samples, s.sample_rate, s.finish_reason)
         for u, s in zip(UTTERANCES * 2, spoken, strict=True)
     ]
     adapted, plain = verdicts[: len(UTTERANCES)], verdicts[len(UTTERANCES) :]
-    with_it = summary(adapted, ["rms"] * len(adapted))
-    without_it = summary(plain, ["rms"] * len(plain))
+    with_it = summary(adapted, ["kal"] * len(adapted))
+    without_it = summary(plain, ["kal"] * len(plain))
     assert with_it["stopped_in_time"] == 1 and with_it["words_right"] >= 0.9
-    assert with_it["voice_right"] >= 0.8 and without_it["voice_right"] <= 0.5
+    assert with_it["voice_right"] >= 0.8 and without_it["voice_right"] == 0

@@ -29,7 +29,7 @@ LATENTS = np.random.default_rng(0).standard_normal((40, 64)).astype(np.float32)
 
 
 def settings(voices: Path) -> EngineConfig:
-    room = {"lora_max_loras": 1, "lora_dir": str(ROOT / "models" / "adapters"), "lora_preload": "a=rms"}
+    room = {"lora_max_loras": 1, "lora_dir": str(ROOT / "models" / "adapters"), "lora_preload": "a=kal"}
     return EngineConfig(model=str(ROOT / "models" / "small"), device="cpu", threads=1, voices_dir=str(voices), **room)
 
 
@@ -61,7 +61,7 @@ class Caller:
         if kind == "register_voice":
             arguments["payload"], payload = "reference_latents", LATENTS.tobytes()
         elif kind == "register_lora":
-            arguments["path"] = "rms"
+            arguments["path"] = "kal"
         self._administration.handle(ControlCall(kind, arguments, payload, timeout_s=30.0))
 
     def _speak(self, name: str) -> None:
@@ -95,10 +95,10 @@ def test_all_calls_are_answered_and_all_workers_agree_afterwards(tmp_path):
             caller.thread.join(60)
             assert not caller.thread.is_alive(), "a call without an answer"
         # And while there is one worker only:
-        supervisor.adapters.register("a", "rms")
+        supervisor.adapters.register("a", "kal")
         os.kill(supervisor._slots[0].worker.process.pid, signal.SIGKILL)
         _wait_for(lambda: supervisor.ready_workers == [1], 20)
-        supervisor.adapters.register("b", "rms")
+        supervisor.adapters.register("b", "kal")
         supervisor.adapters.unregister("a")
         _wait_for(lambda: supervisor.ready_workers == [0, 1], 90)
         ends = sum((caller.ends for caller in callers), Counter())
