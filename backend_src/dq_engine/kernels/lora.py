@@ -23,7 +23,7 @@ _MIN_RANK, _LARGE_RANK = 16, 64
 # While there are fewer programs than would fill a GPU, columns are cut into narrower blocks and sums into parts, of at
 # least so many terms.
 _ENOUGH_PROGRAMS, _PART_K, _MOST_PARTS = 256, 256, 8
-_WIDE_N, _NARROW_N = 128, 64
+_WIDE_N, _NARROW_N, _TOGETHER_N = 128, 64, 32
 _FEW_TILES = 4
 """Up to so many, one kernel that computes a tile's x A^T anew for each block of columns is faster than two."""
 
@@ -253,9 +253,9 @@ def launch_together(
     """By one kernel; arguments as of `launch_in_turn`."""
     _, _, rank, k_size = a.shape
     shape, precision = _shape(rows, rank, y.dtype)
-    _both[(len(rows.tiles), sum(triton.cdiv(size, _NARROW_N) for size in sizes))](
+    _both[(len(rows.tiles), sum(triton.cdiv(size, _TOGETHER_N) for size in sizes))](
         y, x, a, b, rows.tiles, k_size, rank, x.stride(0), y.stride(0), a.stride(0), a.stride(1), b.stride(0),
-        rows.count // rows.copies, *(*sizes, 0, 0)[:3], *shape, _block_k(rank, y.dtype, 256), _NARROW_N, precision,
+        rows.count // rows.copies, *(*sizes, 0, 0)[:3], *shape, _block_k(rank, y.dtype, 256), _TOGETHER_N, precision,
         num_warps=4, num_stages=3,
     )  # fmt: skip
 
