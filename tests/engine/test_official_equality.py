@@ -136,10 +136,14 @@ def small(tmp_path_factory):
 
 
 def test_trained_model(small, tmp_path):
-    """Real weights, real text, a real stop; its own voice as the reference."""
+    """Real weights, real text, a real stop; its own voice as the reference.
+
+    Not with seed 0: there the official model itself makes 3e-4 of its latents of 1e-7 of the noise (with the nine
+    seeds after it less than 4e-5).
+    """
     official, engine = small
     text = "peter bought nine green toys"
-    seed, theirs = official.speak_clearly(text, seeds=range(20))
+    seed, theirs = official.speak_clearly(text, seeds=range(1, 20))
     ours = hear(engine.submit(Request(text=text, seed=seed, return_latents=True)))
     assert_equal(ours, theirs, official)
     assert theirs.finish_reason == "stop" and ours.stats["audio_s"] > 1
