@@ -329,3 +329,21 @@ def test_precision_on_a_cpu(tmp_path):
     assert result.returncode == 0, result.stderr
     found = json.loads((tmp_path / "precision.json").read_text())["engine"]
     assert 0 < found["error"] < 1e-4
+
+
+@pytest.mark.slow
+def test_workers_on_a_cpu(tmp_path):
+    """One worker, then two, each with as many streams as were asked for, and the sum of what they spoke."""
+    command = [sys.executable, "benchmark/workers.py", "models/small", "--devices=cpu,cpu", "--streams=3"]
+    options = ["--seconds=6", "--settle=3", "--patches=8:14", f"--out={tmp_path}"]
+    done = subprocess.run([*command, *options], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "workers.jsonl").read_text().splitlines()]
+    assert [(row["workers"], row["streams"], row["failures"]) for row in rows] == [(1, 3, 0), (2, 3, 0)]
+    for row in rows:
+        each = row["each"]
+        assert set(each) == {str(index) for index in range(row["workers"])}
+        assert row["audio_s_per_s"] == pytest.approx(sum(worker["audio_s_per_s"] for worker in each.values()))
+        assert sum(worker["streams"] for worker in each.values()) == pytest.approx(3 * row["workers"], abs=1.5)
+        for worker in each.values():  # a step makes a patch for each of them, a prompt's step for fewer
+            assert 0 < worker["audio_s_per_s"] <= 1.3 * PATCH_S * worker["streams"] * worker["steps_per_s"]

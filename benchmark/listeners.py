@@ -1,0 +1,63 @@
+#!/usr/bin/env python3
+"""Listeners of a running tritonserver: each asks for a stream, listens to its end and begins anew, until it is ended.
+
+    python3 benchmark/listeners.py localhost:8001 --count 64
+
+So the server always has as many streams, all at different places. Printed at the end: a line of JSON, what failed.
+"""
+
+import asyncio
+import contextlib
+import json
+import signal
+import time
+from collections import Counter
+from itertools import count as numbers
+from typing import Annotated
+
+import typer
+from drivers import TritonDriver
+from load import Characters, Patches, Seed, Timeout, measure, span
+from workload import make_jobs
+
+
+async def listen(url: str, count: int, characters: str, patches: str, timeout_s: float, seed: int) -> Counter[str]:
+    """How often what went wrong, and streams that were heard to their "end", until SIGTERM."""
+    driver, ended = TritonDriver(url), Counter()
+    await driver.start()
+
+    async def listener(index: int) -> None:
+        for number in numbers():
+            (job,) = make_jobs(1, span(characters), span(patches), 0, f"{seed} {index} {number}")
+            record = await measure(driver, job, time.perf_counter(), timeout_s)
+            ended[record.message if record.failure else "end"] += 1
+            if record.failure:
+                await asyncio.sleep(1)
+
+    tasks = [asyncio.create_task(listener(index)) for index in range(count)]
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await stop.wait()
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    await driver.stop()
+    return ended
+
+
+def main(
+    url: Annotated[str, typer.Argument(help="host:port of a tritonserver's gRPC")],
+    count: Annotated[int, typer.Option(min=1, help="listeners")] = 64,
+    characters: Characters = "14",
+    patches: Patches = "40:56",
+    timeout: Timeout = 60,
+    seed: Seed = 0,
+) -> None:
+    """Keep so many streams running."""
+    print(json.dumps(asyncio.run(listen(url, count, characters, patches, timeout, seed))), flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
