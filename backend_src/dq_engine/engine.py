@@ -5,13 +5,8 @@ with DqCoreEngine(EngineConfig(model="models/small")) as engine:
         play(chunk.samples)
 """
 
-import dataclasses
-import itertools
-import logging
 import queue
-import secrets
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,16 +16,15 @@ from dq_engine.audio.encode_stage import Encoded, EncodeStage, Recording
 from dq_engine.config import EngineConfig, resolve_checkpoint
 from dq_engine.delivery import Delivery
 from dq_engine.errors import RequestError, invalid
+from dq_engine.intake import Intake
 from dq_engine.kv_cache import BlockPool
-from dq_engine.loading import Limits, Parts, load
+from dq_engine.loading import Limits, load
 from dq_engine.loop import EngineLoop
 from dq_engine.lora.lease import Lease
 from dq_engine.lora.registry import NO_ADAPTERS, AdapterRegistry
-from dq_engine.model.checkpoint import read_config
 from dq_engine.pacing import Pacer
-from dq_engine.parallel.group import check_divisible
-from dq_engine.parallel.leader import Followers, LeadingRunner
-from dq_engine.request import MAX_DRAWN_SEED, Chunk, Request
+from dq_engine.parallel.leader import Followers, load_with_followers
+from dq_engine.request import Chunk, Request
 from dq_engine.scheduler import Scheduler
 from dq_engine.sequence import PromptBuilder
 from dq_engine.stream import Stream
@@ -39,20 +33,12 @@ from dq_engine.voices import VoiceStore
 
 __all__ = ["Chunk", "DqCoreEngine", "EngineConfig", "Request", "RequestError", "Stream"]
 
-logger = logging.getLogger(__name__)
-
-_NOTHING = np.zeros(0, np.float32)
-
 
 class DqCoreEngine:
     """A continuous-batching engine for one VoxCPM2 checkpoint on one device. Any thread may call its methods."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self._ids = itertools.count()
-        self._lock = threading.Lock()
-        self._accepted: dict[Stream, Lease | None] = {}
-        """Streams that have not ended, and their holds on adapters; guarded by _lock."""
         self._adapters: AdapterRegistry | None = None
         self._followers: Followers | None = None
         """The other processes, with tensor parallelism."""
@@ -70,7 +56,11 @@ class DqCoreEngine:
             ValueError: the settings do not go together, or do not fit the device.
         """
         progress = progress or (lambda stage, fraction: None)
-        parts = self._load(resolve_checkpoint(self.config.model), progress)
+        path = resolve_checkpoint(self.config.model)
+        if self.config.tensor_parallel_size == 1:
+            parts = load(self.config, path, progress)
+        else:
+            parts, self._followers = load_with_followers(self.config, path, progress)
         checkpoint, self._limits, self._runner = parts.checkpoint, parts.limits, parts.runner
         self.sample_rate, self.encoder_sample_rate = checkpoint.vae.out_sample_rate, checkpoint.vae.sample_rate
         self.patch_size, self.feat_dim = checkpoint.model.patch_size, checkpoint.model.feat_dim
@@ -103,15 +93,17 @@ class DqCoreEngine:
             self.voices = VoiceStore(folder, most, self.config.voices_max_bytes, self.feat_dim, self.patch_size)
         times = StepTimes(self.config.timing, self.config.trace_file, self.config.trace_steps)
         self._encode, self._delivery = EncodeStage(parts.encoder), Delivery(self.sample_rate, times)
-        self._loop = EngineLoop(
+        limits, queue_size = self._limits, self.config.queue_size
+        self._intake = Intake(self._prompts, self._encode, limits.max_num_seqs, queue_size, self._release)
+        self._loop = self._intake.loop = EngineLoop(
             scheduler,
             pacer,
             self._runner,
             parts.vae,
             times,
             self._delivery,
-            self._limits.queue_timeout_s,
-            self._forget,
+            limits.queue_timeout_s,
+            self._intake.forget,
         )
         if checkpoint.lora is not None:
             folder, most = Path(self.config.lora_dir).expanduser(), self.config.lora_max_registered
@@ -120,7 +112,7 @@ class DqCoreEngine:
         request = Request(text="warm up", max_generate_length=2)
         try:
             for lease in (None,) if self._adapters is None else (None, self._adapters.warm_up_lease()):
-                for _ in self._submit(request, None, lease):
+                for _ in self._intake.submit(request, None, lease):
                     pass
         except RequestError as error:
             self.stop()
@@ -142,22 +134,6 @@ class DqCoreEngine:
         progress("warming up", 1.0)
         return self
 
-    def _load(self, path: Path, progress: Callable[[str, float], None]) -> Parts:
-        size = self.config.tensor_parallel_size
-        if size == 1:
-            return load(self.config, path, progress)
-        check_divisible(read_config(path)[0], size)
-        if self.config.lora_max_loras:
-            raise ValueError("tensor_parallel_size: adapters need an engine of one GPU; set lora_max_loras to 0")
-        self._followers = Followers(self.config, path)
-        try:
-            parts = load(self.config, path, progress, self._followers.rank, LeadingRunner)
-        except BaseException:
-            self._followers.stop()
-            raise
-        parts.runner.followers = self._followers
-        return parts
-
     def submit(self, request: Request, on_chunk: Callable[[Chunk], None] | None = None) -> Stream:
         """Speak a request.
 
@@ -177,42 +153,15 @@ class DqCoreEngine:
         request.validate(self.feat_dim, self.patch_size)
         self._prompts.check(request)
         if request.lora is None:
-            return self._submit(request, on_chunk, None)
+            return self._intake.submit(request, on_chunk, None)
         if self._adapters is None:
             raise RequestError("NOT_FOUND", f'lora: there is no registered adapter named "{request.lora}"')
         lease = self._adapters.lease(request.lora)
         try:
-            return self._submit(request, on_chunk, lease)
+            return self._intake.submit(request, on_chunk, lease)
         except BaseException:
             self._adapters.release(lease)
             raise
-
-    def _submit(self, request: Request, on_chunk: Callable[[Chunk], None] | None, lease: Lease | None) -> Stream:
-        stream = Stream(next(self._ids), on_chunk, self._loop.cancel)
-        seed = secrets.randbelow(MAX_DRAWN_SEED) if request.seed is None else request.seed
-        recordings = [
-            Recording(audio, f"{kind}_audio", is_prompt=kind == "prompt")
-            for kind in ("prompt", "reference")
-            if (audio := getattr(request, f"{kind}_audio")) is not None
-        ]
-        sequence = None if recordings else self._prompts.build(request, stream, seed, lease)
-        with self._lock:
-            if self._loop.closed is not None:
-                raise RequestError("UNAVAILABLE", self._loop.closed.message)
-            if len(self._accepted) >= self._limits.max_num_seqs + self.config.queue_size:
-                raise RequestError("UNAVAILABLE", f"the queue is full ({self.config.queue_size} requests wait)")
-            self._accepted[stream] = lease
-        if sequence is None:
-            try:
-                self._encode.submit(
-                    recordings, lambda result: self._encoded(request, recordings, result, stream, seed, lease)
-                )
-            except RequestError:
-                self._forget(stream)
-                raise
-        elif (closed := self._loop.add(sequence)) is not None:
-            self._refuse(stream, closed)
-        return stream
 
     def encode(self, audio: bytes, purpose: str, field: str = "audio") -> tuple[np.ndarray, float]:
         """Encode a recording once, to be used in any number of requests.
@@ -273,6 +222,9 @@ class DqCoreEngine:
         """The adapters; see `AdapterRegistry.list`."""
         return [] if self._adapters is None else self._adapters.list()
 
+    def _release(self, lease: Lease) -> None:
+        self._adapters.release(lease)
+
     def _registry(self) -> AdapterRegistry:
         if self._adapters is None:
             raise invalid("name", "this engine was started without room for adapters (lora_max_loras is 0)")
@@ -289,7 +241,7 @@ class DqCoreEngine:
         active = len(scheduler.running)
         return {
             "active": active,
-            "queued": max(0, len(self._accepted) - active),
+            "queued": max(0, self._intake.accepted - active),
             "preempted": sum(sequence.admitted > 0 for sequence in list(scheduler.waiting)),
             "sample_rate": self.sample_rate,
             "slots": self._limits.max_num_seqs,
@@ -324,40 +276,3 @@ class DqCoreEngine:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-    def _encoded(
-        self,
-        request: Request,
-        recordings: Sequence[Recording],
-        result: list[Encoded] | RequestError,
-        stream: Stream,
-        seed: int,
-        lease: Lease | None,
-    ) -> None:
-        """A request's recordings have been encoded (on the encode stage's thread)."""
-        try:
-            if isinstance(result, RequestError):
-                raise result
-            changes: dict = {recording.field: None for recording in recordings}
-            for recording, encoded in zip(recordings, result, strict=True):
-                changes["prompt_latents" if recording.is_prompt else "reference_latents"] = encoded.latents
-            sequence = self._prompts.build(dataclasses.replace(request, **changes), stream, seed, lease)
-        except RequestError as error:
-            self._refuse(stream, error)
-            return
-        except Exception as error:
-            logger.exception("a request could not be built")
-            self._refuse(stream, RequestError("INTERNAL", f"the request could not be built: {error}"))
-            return
-        if (closed := self._loop.add(sequence)) is not None:
-            self._refuse(stream, closed)
-
-    def _refuse(self, stream: Stream, error: RequestError) -> None:
-        self._forget(stream)
-        stream.deliver(Chunk(_NOTHING, error=error))
-
-    def _forget(self, stream: Stream) -> None:
-        with self._lock:
-            lease = self._accepted.pop(stream, None)
-        if lease is not None:
-            self._adapters.release(lease)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,7 +16,9 @@ import torch.distributed as dist
 
 from dq_engine.child_process import start_module
 from dq_engine.config import EngineConfig
-from dq_engine.parallel.group import Rank
+from dq_engine.loading import Parts, load
+from dq_engine.model.checkpoint import read_config
+from dq_engine.parallel.group import Rank, check_divisible
 from dq_engine.parallel.messages import Message, Run, Slot, Start, write
 from dq_engine.runner import Runner
 from dq_engine.scheduler import Step
@@ -95,6 +98,27 @@ class LeadingRunner(Runner):
     def run(self, step: Step) -> StepOutput | None:
         self.followers.send(Run.of(step))
         return super().run(step)
+
+
+def load_with_followers(
+    config: EngineConfig, path: Path, progress: Callable[[str, float], None]
+) -> tuple[Parts, Followers]:
+    """As `loading.load`, in this process and, at the same time, in those that share the engine with it.
+
+    Raises:
+        CheckpointError, ValueError: as `load`; also that the model or the settings are not for several processes.
+    """
+    check_divisible(read_config(path)[0], config.tensor_parallel_size)
+    if config.lora_max_loras:
+        raise ValueError("tensor_parallel_size: adapters need an engine of one GPU; set lora_max_loras to 0")
+    followers = Followers(config, path)
+    try:
+        parts = load(config, path, progress, followers.rank, LeadingRunner)
+    except BaseException:
+        followers.stop()
+        raise
+    parts.runner.followers = followers
+    return parts, followers
 
 
 def _devices(device: str, size: int) -> list[str]:
