@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+from reference.ending import Ending
 from typer.testing import CliRunner
 
 from dq_engine.offline import command, results
@@ -34,45 +35,13 @@ def test_an_item_that_was_spoken_is_done(tmp_path):
 
 def _ended_at(step: int, folder: Path) -> None:
     """Save two items, and be gone at the given call of the system, half of its data written."""
-    count = 0
-
-    def counted(function):
-        def call(*arguments):
-            nonlocal count
-            count += 1
-            if count == step:
-                os._exit(1)
-            return function(*arguments)
-
-        return call
-
+    ending = Ending(step)
     kept = Results(folder)
     real_open, real_replace, journal = results.Path.open, results.Path.replace, kept._journal
-
-    class Half:
-        """A file that takes half of what is written, and then counts."""
-
-        def __init__(self, file):
-            self.file = file
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self.file.close()
-
-        def write(self, data):
-            for part in data[: len(data) // 2], data[len(data) // 2 :]:
-                counted(self.file.write)(part)
-                self.file.flush()
-
-        def __getattr__(self, name):
-            return getattr(self.file, name)
-
-    results.Path.open = lambda path, *mode, **options: Half(real_open(path, *mode, **options))
-    results.Path.replace = counted(real_replace)
-    results.os.fsync = counted(os.fsync)
-    kept._journal = Half(journal)
+    results.Path.open = lambda path, *mode, **options: ending.halved(real_open(path, *mode, **options))
+    results.Path.replace = ending.counted(real_replace)
+    results.os.fsync = ending.counted(os.fsync)
+    kept._journal = ending.halved(journal)
     save(kept, "a")
     save(kept, "b", -SAMPLES)
     os._exit(0)

@@ -13,6 +13,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from reference.ending import Ending
 from safetensors.torch import save
 
 from dq_engine import atomic_folder
@@ -316,42 +317,11 @@ def _is_whole_or_absent(store: VoiceStore) -> bool:
 
 def _ended_at(step: int, folder) -> None:
     """Register a voice, and be gone at the given call of the system, half of its data written."""
-    count = 0
-
-    def counted(function):
-        def call(*arguments):
-            nonlocal count
-            count += 1
-            if count == step:
-                os._exit(1)
-            return function(*arguments)
-
-        return call
-
-    class Half:
-        """A file that takes half of what is written, and then counts."""
-
-        def __init__(self, file):
-            self.file = file
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self.file.close()
-
-        def write(self, data):
-            for part in data[: len(data) // 2], data[len(data) // 2 :]:
-                counted(self.file.write)(part)
-                self.file.flush()
-
-        def __getattr__(self, name):
-            return getattr(self.file, name)
-
+    ending = Ending(step)
     real_open, real_rename = atomic_folder.Path.open, atomic_folder.Path.rename
-    atomic_folder.Path.open = lambda path, mode: Half(real_open(path, mode))
-    atomic_folder.Path.rename = counted(real_rename)
-    atomic_folder.os.fsync = counted(os.fsync)
+    atomic_folder.Path.open = lambda path, mode: ending.halved(real_open(path, mode))
+    atomic_folder.Path.rename = ending.counted(real_rename)
+    atomic_folder.os.fsync = ending.counted(os.fsync)
     open_store(folder).register("ann", REFERENCE)
     os._exit(0)
 
