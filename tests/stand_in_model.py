@@ -12,7 +12,7 @@ output [ { name: "i" data_type: TYPE_INT32 dims: [ 1 ] } ]
 instance_group [ { kind: KIND_CPU } ]
 """
 
-MODEL = '''
+MODEL = """
 import os
 import subprocess
 import sys
@@ -45,7 +45,7 @@ class TritonPythonModel:
     def finalize(self):
         self.worker.kill()
         self.worker.wait()
-'''
+"""
 
 
 def write(repository: Path) -> Path:

@@ -252,7 +252,7 @@ exec unshare --map-root-user --mount -- bash -c '
 def test_the_entrypoint_runs_as_in_the_container(container, tmp_path):
     repository = stand_in_model.write(tmp_path / "repository")
     with TritonServer(entrypoint=container, model_repository=repository, environment={"HF_HOME": "/x"}) as server:
-        assert '/opt/tritonserver/backends/python/libtriton_python.so' in server.log_path.read_text()
+        assert "/opt/tritonserver/backends/python/libtriton_python.so" in server.log_path.read_text()
         assert grpcclient.InferenceServerClient(server.grpc_url).is_model_ready("counter")
 
 

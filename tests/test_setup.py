@@ -39,7 +39,7 @@ def set_up(clone: Path, **environment: str) -> str:
 
 def test_a_python_that_is_not_there_or_does_not_fit_is_named(clone):
     assert "PYTHON=/no/python is not there" in set_up(clone, PYTHON="/no/python")
-    other = fake_python(clone, 'if [[ $1 == --version ]]; then echo Python 3.13.1; else exit 1; fi')
+    other = fake_python(clone, "if [[ $1 == --version ]]; then echo Python 3.13.1; else exit 1; fi")
     assert f"PYTHON={other} is Python 3.13.1; Python 3.10, 3.11 or 3.12 is needed" in set_up(clone, PYTHON=str(other))
 
 
@@ -94,7 +94,7 @@ def test_make_hands_its_settings_to_demo_and_serve_and_not_to_the_tests(tmp_path
     assert given("test") == []
     assert given("serve") == ["GRPC_PORT=8001", "HTTP_PORT=8000", "METRICS_PORT=8002", "MODEL=models/small"]
     assert given("serve", "MODEL=/a b", "GRPC_PORT=1")[::3] == ["GRPC_PORT=1", "MODEL=/a b"]
-    assert given("demo", "TEXT=it's \"so\"") == ["MODEL=models/small", "OUT=", "REFERENCE=", "TEXT=it's \"so\""]
+    assert given("demo", 'TEXT=it\'s "so"') == ["MODEL=models/small", "OUT=", "REFERENCE=", 'TEXT=it\'s "so"']
 
 
 def test_ruff_finds_nothing():

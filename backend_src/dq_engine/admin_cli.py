@@ -183,7 +183,7 @@ def unregister_adapter(name: Name) -> None:
 def _latents(path: Path, data: bytes) -> bytes:
     try:
         array = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
-    except ValueError as error:
+    except (ValueError, MemoryError) as error:  # the latter of a header that promises too much
         fail(f"{path}: is no .npy file of numbers: {error}")
     if array.ndim != 2 or array.dtype.kind != "f":
         fail(f"{path}: must be floats of shape [frames, 64], got {array.dtype} {list(array.shape)}")

@@ -66,7 +66,11 @@ def test_tls_to_a_port_without(server, monkeypatch):
     for client, url, message in [
         ("speak.py", grpcs, f"no answer from {server.grpc_url}: no TLS is spoken there, so leave grpcs:// away ("),
         ("voxcpm-admin", grpcs, f"no answer from {server.grpc_url}: no TLS is spoken there, so leave grpcs:// away ("),
-        ("speak_http.py", https, f"no answer from {https}: no TLS is spoken there, so http:// in the place of https://"),
+        (
+            "speak_http.py",
+            https,
+            f"no answer from {https}: no TLS is spoken there, so http:// in the place of https://",
+        ),
     ]:
         line = told(client, url, monkeypatch)
         assert line.startswith(message) and "\n" not in line

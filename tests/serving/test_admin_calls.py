@@ -101,6 +101,22 @@ def test_statistics_are_of_all_workers(administration, workers):
     assert answer == {"draining": False, "workers": [{"worker": n, "of": n} for n in (0, 2)]}
 
 
+@pytest.mark.parametrize("operation", ["statistics", "list_loras"])
+def test_a_worker_that_dies_while_all_are_asked_is_left_out(administration, workers, monkeypatch, operation):
+    call, dies = workers.call, True
+
+    def broken_call(*arguments):
+        if arguments[-1] == 1:
+            workers.ready_workers = [0, 2] if dies else [0, 1, 2]
+            raise RequestError("INTERNAL", "the engine worker 1 died; its streams are lost")
+        return call(*arguments)
+
+    monkeypatch.setattr(workers, "call", broken_call)
+    assert [each["worker"] for each in ask(administration, operation)["workers"]] == [0, 2]
+    dies, workers.ready_workers = False, [0, 1, 2]
+    assert refusal(administration, operation).startswith("INTERNAL: the engine worker 1 died")
+
+
 @pytest.mark.parametrize("operation", ["list_voices", "information"])
 def test_what_any_worker_knows(administration, workers, operation):
     assert ask(administration, operation) == {"of": None}

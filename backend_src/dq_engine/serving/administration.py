@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from dq_engine.errors import invalid
+from dq_engine.errors import RequestError, invalid
 from dq_engine.serving.control_protocol import MAX_TIMEOUT_S, ControlCall, ControlResult
 from dq_engine.serving.supervisor import Supervisor
 
@@ -99,7 +99,12 @@ class Administration:
     def _on_all_workers(self, operation: str, arguments: dict, payload: Payload, timeout_s: float) -> ControlResult:
         workers = []
         for worker in self._supervisor.ready_workers:
-            result = self._supervisor.call(operation, arguments, payload, timeout_s, worker)
+            try:
+                result = self._supervisor.call(operation, arguments, payload, timeout_s, worker)
+            except RequestError:
+                if worker in self._supervisor.ready_workers:
+                    raise
+                continue  # it has died since, and is no longer one of them
             workers.append({"worker": worker, **result.value})
         return ControlResult({"workers": workers})
 
