@@ -111,7 +111,7 @@ def adapter(
     corpus: Folder,
     checkpoint: Annotated[Path, typer.Argument(help="the checkpoint that it adapts")],
     out: Out,
-    minutes: Minutes = 0.4,
+    minutes: Minutes = 1.8,
     steps: Steps = 10**9,
     seed: Seed = 0,
     rows: Annotated[int, typer.Option(min=8, help="short sentences of a step")] = 128,

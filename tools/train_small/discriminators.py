@@ -28,8 +28,7 @@ class _Layers(nn.Module):
     def forward(self, x: torch.Tensor) -> Judgement:
         features = []
         for layer in self.layers:
-            # Channels last from the first layer's output on: as a GPU's bf16 convolutions want it.
-            x = leaky_relu(layer(x), _SLOPE).contiguous(memory_format=torch.channels_last)
+            x = leaky_relu(layer(x), _SLOPE)
             features.append(x)
         return self.last(x), features
 

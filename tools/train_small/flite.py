@@ -5,7 +5,7 @@ import ctypes
 import numpy as np
 
 VOICES = ["slt", "rms", "awb"]
-"""Those that the small model learns; the measure of quality knows kal too."""
+"""Those that the small model learns. kal too is in what its AudioVAE learns, and an adapter speaks it."""
 SAMPLE_RATE = 16000
 _LIBRARIES = {"slt": "cmu_us_slt", "rms": "cmu_us_rms", "awb": "cmu_us_awb", "kal": "cmu_us_kal16"}
 _SILENCE_BEFORE, _SILENCE_AFTER = 1280, 2560
