@@ -59,7 +59,7 @@ def test_32_streams_at_once_lose_nothing(judge):
         assert row["words_right"] >= 0.98
         assert row["runaway"] == row["cut_off"] == row["long_pauses"] == 0
         for mode, of_mode in row["modes"].items():
-            assert of_mode["words_right"] >= 0.96, mode
+            assert of_mode["words_right"] >= (0.98 if mode == "zero-shot" else 0.97), mode
     assert rows[1]["cached_tokens"] > 0
 
 
