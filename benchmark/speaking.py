@@ -12,6 +12,8 @@ _NUMBERS = {
     "seed": ("INT64", np.int64),
     "min_generate_length": ("INT32", np.int32),
     "max_generate_length": ("INT32", np.int32),
+    "temperature": ("FP32", np.float32),
+    "cfg_value": ("FP32", np.float32),
 }
 
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 
+import bench_common  # noqa: E402
 import drivers  # noqa: E402
 import load  # noqa: E402
 from stream_metrics import PATCH_S, StreamRecord, figures, peak_streams, percentile  # noqa: E402
@@ -329,6 +330,76 @@ def test_precision_on_a_cpu(tmp_path):
     assert result.returncode == 0, result.stderr
     found = json.loads((tmp_path / "precision.json").read_text())["engine"]
     assert 0 < found["error"] < 1e-4
+
+
+def test_the_targets_of_an_adapter_are_those_of_its_file():
+    targets = bench_common.lora_targets(ROOT / "models" / "adapters" / "kal")
+    attention = ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert targets == {
+        "enable_lm": True,
+        "enable_dit": True,
+        "enable_proj": True,
+        "target_modules_lm": attention,
+        "target_modules_dit": attention,
+        "target_proj_modules": ["enc_to_lm_proj", "fusion_concat_proj", "lm_to_dit_proj", "res_to_dit_proj"],
+    }
+
+
+def test_requests_that_do_not_end_count_as_timeouts():
+    async def run() -> list[StreamRecord]:
+        async def request(seconds: float) -> StreamRecord:
+            await asyncio.sleep(seconds)
+            return record(*STEADY)
+
+        return await bench_common.drained([asyncio.create_task(request(s)) for s in (0.0, 60.0)], 0.2)
+
+    ended, lost = asyncio.run(run())
+    assert ended.failure is None and ended.audio_s == pytest.approx(0.8)
+    assert (lost.failure, lost.message) == ("timeout", "not done 0.2 s after the end")
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        ([], 2, "give either --model or --url"),
+        (["--model", "/nowhere"], 1, "error: the engine did not start: /nowhere is neither a directory"),
+        (["--model", "models/small", "--target-text-file", "/nowhere"], 2, "--target-text-file: "),
+        (["--model", "models/small", "--target-text", " "], 2, "--target-text is empty"),
+        (["--model", "models/small", "--cfg-value", "11"], 2, "--cfg-value"),
+    ],
+)
+def test_bad_options_of_the_scripts_by_upstream_names(options, status, message):
+    import bench_inference
+    import typer
+
+    app = typer.Typer()
+    app.command()(bench_common.command(bench_inference.run))
+    result = CliRunner().invoke(app, options)
+    assert result.exit_code == status and message in result.output, result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "options", "begun"),
+    [
+        ("bench_inference.py", "--concurrency=2 --warmup=1 --iters=2 --seed=4", [4]),
+        ("bench_closed_loop_users.py", "--num-users=3 --warmup-s=0.5 --duration-s=3 --max-loras=2", range(3, 40)),
+        ("bench_open_loop_users.py", "--rps=3 --warmup-s=0.5 --duration-s=3", [9]),
+    ],
+)
+def test_the_scripts_by_upstream_names_on_a_cpu(tmp_path, script, options, begun):
+    """The text from a file; of the model, the adapters and the lengths what the options say."""
+    (tmp_path / "text.txt").write_text("peter sells nine green toys\n")
+    common = f"--model=models/small --devices=cpu --max-generate-length=5 --target-text-file={tmp_path}/text.txt"
+    command = [sys.executable, f"benchmark/{script}", *common.split(), *options.split(), f"--json-out={tmp_path}/out"]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out").read_text())
+    assert len(result["requests"]) == result["summary"]["streams"] in begun
+    for request in result["requests"]:
+        assert request["failure"] is None and request["audio_s"] == pytest.approx(0.8)
+        assert 0 < request["ttfb_ms"] <= 1e3 * request["wall_s"]
+    assert result["summary"]["audio_s"] == pytest.approx(0.8 * len(result["requests"]))
 
 
 @pytest.mark.slow

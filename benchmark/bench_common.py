@@ -1,0 +1,298 @@
+"""What the three bench_*.py have in common: their options, the engine behind them, and the results.
+
+The options are those of nano-vllm-voxcpm's own benchmark scripts, with the same names and meanings. What is new:
+--engine, and that --url is a tritonserver's gRPC (host:port).
+"""
+
+import asyncio
+import dataclasses
+import enum
+import inspect
+import json
+import math
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from drivers import Driver, TritonDriver
+from load import gpu_memory_mib, measure
+from safetensors import safe_open
+from speaking import TritonSpeaking
+from stream_metrics import StreamRecord, figures
+from workload import Job
+
+TEXT = "peter sells nine green toys and rachel wants five pretty flowers, but thomas sees ten white rings"
+
+
+class Engine(str, enum.Enum):
+    nano = "nano"
+    engine = "engine"
+
+
+@dataclasses.dataclass(frozen=True)
+class Common:
+    """Options of every script."""
+
+    model: Annotated[str | None, typer.Option(help="checkpoint directory or hub id, for an engine in here")] = None
+    url: Annotated[str | None, typer.Option(help="host:port of a running tritonserver's gRPC, in place of that")] = None
+    engine: Annotated[Engine, typer.Option(help="of --model: ours, or stock nano-vllm-voxcpm")] = Engine.engine
+    devices: Annotated[str, typer.Option(help="of the engine's workers: 0 or 0,1; dq_engine takes cpu too")] = "0"
+    inference_timesteps: Annotated[int, typer.Option(min=1)] = 10
+    max_num_batched_tokens: Annotated[int, typer.Option(min=2)] = 16384
+    max_num_seqs: Annotated[int, typer.Option(min=1)] = 512
+    max_model_len: Annotated[int, typer.Option(min=1)] = 4096
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.01, max=1)] = 0.9
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager")] = False
+    target_text: Annotated[str, typer.Option(help="of every request")] = TEXT
+    target_text_file: Annotated[Path | None, typer.Option(help="UTF-8, in place of --target-text")] = None
+    max_generate_length: Annotated[int, typer.Option(min=1, help="patches")] = 2000
+    temperature: Annotated[float, typer.Option(min=0, max=2)] = 1.0
+    cfg_value: Annotated[float, typer.Option(min=0, max=10)] = 2.0
+    seed: Annotated[int | None, typer.Option(help="of every request; drawn if not given")] = None
+    max_loras: Annotated[int, typer.Option(min=0, help="adapters on the device; each request has one")] = 0
+    max_lora_rank: Annotated[int, typer.Option(min=1)] = 8
+    lora_path: Annotated[str, typer.Option(help="the adapter, registered under all names")] = "models/adapters/kal"
+    lora_name_prefix: Annotated[str | None, typer.Option(help="of the names")] = None
+    num_lora_names: Annotated[int | None, typer.Option(min=1, help="as many as --max-loras if not given")] = None
+    lora_random_seed: Annotated[int | None, typer.Option(help="of who gets which")] = None
+    json_out: Annotated[Path | None, typer.Option(help="write settings, summary and every request here")] = None
+
+    @property
+    def text(self) -> str:
+        """Raises typer.BadParameter: the file cannot be read, or there is no text."""
+        try:
+            text = self.target_text if self.target_text_file is None else self.target_text_file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise typer.BadParameter(f"--target-text-file: {error}") from None
+        if not text.strip():
+            raise typer.BadParameter("--target-text is empty")
+        return text.strip()
+
+    @property
+    def lora_names(self) -> list[str]:
+        prefix = f"bench-{os.getpid()}" if self.lora_name_prefix is None else self.lora_name_prefix
+        return [f"{prefix}-{index}" for index in range(self.num_lora_names or self.max_loras)] if self.max_loras else []
+
+
+def command(run: Callable[..., Coroutine]) -> Callable:
+    """A command line of `run(common, ...)`: its own options, and before them those of Common."""
+    own = list(inspect.signature(run).parameters.values())[1:]
+    common = list(inspect.signature(Common).parameters.values())
+
+    def call(**values: object) -> None:
+        shared = Common(**{option.name: values.pop(option.name) for option in common})
+        if (shared.model is None) == (shared.url is None):
+            raise typer.BadParameter("give either --model or --url")
+        try:
+            asyncio.run(run(shared, **values))
+        except (ValueError, RuntimeError) as error:  # of the engine, a server, an adapter
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from None
+
+    options = [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in [*common, *own]]
+    call.__signature__ = inspect.Signature(options)
+    call.__annotations__ = {option.name: option.annotation for option in options}
+    call.__doc__ = run.__doc__
+    return call
+
+
+class Bench:
+    """An engine that is asked for one text again and again.
+
+    Args:
+        common: the options.
+    """
+
+    def __init__(self, common: Common) -> None:
+        self.common, self._text = common, common.text
+        self._names, self._chance = common.lora_names, random.Random(common.lora_random_seed)
+
+    async def __aenter__(self) -> "Bench":
+        self._driver = (PoolDriver if self.common.url is None else ServerDriver)(self.common)
+        began = time.perf_counter()
+        try:
+            await self._driver.start()
+        except Exception as error:  # each engine has its own
+            raise RuntimeError(f"the engine did not start: {error}") from error
+        try:
+            for name in self._names:
+                await self._driver.register(name, self.common.lora_path)
+        except BaseException:
+            await self._driver.stop()
+            raise
+        print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._driver.stop()
+
+    async def request(self, due: float, patches: int | None = None) -> StreamRecord:
+        """One, from now to its end; waiting is counted from `due`."""
+        most = self.common.max_generate_length if patches is None else patches
+        lora = self._chance.choice(self._names) if self._names else None
+        return await measure(self._driver, Job(self._text, most, None, lora), due, math.inf)
+
+    def report(self, records: list[StreamRecord], wall_s: float, **more: object) -> None:
+        """Print what came of the requests, and write --json-out."""
+        summary = {**more, **(figures(records, wall_s) if records else {}), "gpu_memory_mib": gpu_memory_mib()}
+        for name, value in summary.items():
+            print(f"  {name}: {value}")
+        for message, count in Counter(r.message for r in records if r.failure).most_common(5):
+            print(f"  {count} x {message}")
+        if self.common.json_out is not None:
+            options = {name: _json(value) for name, value in dataclasses.asdict(self.common).items()}
+            result = {"options": options, "summary": summary, "requests": [_request(r) for r in records]}
+            self.common.json_out.write_text(json.dumps(result, indent=1))
+            print(f"  {self.common.json_out}")
+
+
+class PoolDriver(Driver):
+    """nano-vllm-voxcpm's Python interface, its own or ours: engines in processes of their own."""
+
+    def __init__(self, common: Common) -> None:
+        self._common = common
+
+    async def start(self) -> dict:
+        common = self._common
+        if common.engine is Engine.nano:
+            from nanovllm_voxcpm import VoxCPM
+            from nanovllm_voxcpm.models.voxcpm2.config import LoRAConfig
+        else:
+            from dq_engine import LoRAConfig, VoxCPM
+        names = (
+            "inference_timesteps max_num_batched_tokens max_num_seqs max_model_len gpu_memory_utilization enforce_eager"
+        )
+        self._pool = VoxCPM.from_pretrained(
+            model=common.model,
+            devices=[int(device) if device.isdecimal() else device for device in common.devices.split(",")],
+            lora_config=LoRAConfig(
+                max_loras=common.max_loras, max_lora_rank=common.max_lora_rank, **lora_targets(Path(common.lora_path))
+            )
+            if common.max_loras
+            else None,
+            **{name: getattr(common, name) for name in names.split()},
+        )
+        await self._pool.wait_for_ready()
+        self._sample_rate = (await self._pool.get_model_info())["sample_rate"]
+        return {}
+
+    async def register(self, name: str, path: str) -> None:
+        await self._pool.register_lora(name, path)
+
+    async def speak(self, job: Job) -> AsyncIterator[float]:
+        async for samples in self._pool.generate(
+            target_text=job.text,
+            max_generate_length=job.patches,
+            temperature=self._common.temperature,
+            cfg_value=self._common.cfg_value,
+            seed=self._common.seed,
+            lora_name=job.lora,
+        ):
+            yield len(samples) / self._sample_rate
+
+    async def stop(self) -> None:
+        await self._pool.stop()
+
+
+class ServerDriver(Driver):
+    """A running tritonserver; what it was started with is its own affair."""
+
+    def __init__(self, common: Common) -> None:
+        self._common = common
+
+    async def start(self) -> dict:
+        asked = TritonDriver(self._common.url)
+        await asked.start()  # raises if nobody serves there
+        await asked.stop()
+        self._speaking = TritonSpeaking(self._common.url)
+        return {}
+
+    async def register(self, name: str, path: str) -> None:
+        from tritonclient.grpc import InferInput
+        from tritonclient.grpc.aio import InferenceServerClient
+        from tritonclient.utils import InferenceServerException
+
+        fields = {"operation": "register_lora", "arguments": json.dumps({"name": name, "path": path})}
+        if token := os.environ.get("DQ_ENGINE_ADMIN_TOKEN"):
+            fields["token"] = token
+        inputs = [InferInput(field, [1], "BYTES") for field in fields]
+        for tensor, value in zip(inputs, fields.values(), strict=True):
+            tensor.set_data_from_numpy(np.array([value.encode()], np.object_))
+        async with InferenceServerClient(self._common.url) as client:
+            try:
+                await client.infer("voxcpm2_admin", inputs)
+            except InferenceServerException as error:
+                raise RuntimeError(f"{path} was not registered: {error.message()}") from None
+
+    async def speak(self, job: Job) -> AsyncIterator[float]:
+        fields = {
+            "text": job.text,
+            "max_generate_length": job.patches,
+            "temperature": self._common.temperature,
+            "cfg_value": self._common.cfg_value,
+            "seed": self._common.seed,
+            "lora": job.lora,
+        }
+        given = {name: value for name, value in fields.items() if value is not None}
+        async for samples, sample_rate, *_ in self._speaking.chunks(given):
+            yield len(samples) / sample_rate
+
+    async def stop(self) -> None:
+        await self._speaking.close()
+
+
+def lora_targets(adapter: Path) -> dict[str, object]:
+    """Of a LoRAConfig: the projections that an adapter's lora_weights.safetensors changes, and no others.
+
+    Raises:
+        OSError, safetensors.SafetensorError: it cannot be read.
+    """
+    with safe_open(adapter / "lora_weights.safetensors", "np") as tensors:
+        layers = {name.rpartition(".lora_")[0] for name in tensors.keys()}  # noqa: SIM118  it is no dictionary
+    inner = {layer for layer in layers if ".layers." in layer}
+    dit = {layer.rpartition(".")[2] for layer in inner if layer.startswith("feat_decoder.")}
+    lm = {layer.rpartition(".")[2] for layer in inner if not layer.startswith("feat_decoder.")}
+    between = sorted(layers - inner)
+    return {
+        "enable_lm": bool(lm),
+        "enable_dit": bool(dit),
+        "enable_proj": bool(between),
+        "target_modules_lm": sorted(lm),
+        "target_modules_dit": sorted(dit),
+        "target_proj_modules": between,
+    }
+
+
+async def drained(tasks: Iterable[asyncio.Task[StreamRecord]], timeout_s: float) -> list[StreamRecord]:
+    """The records of requests that are under way, waited for so long; whoever takes longer counts as a timeout."""
+    tasks = list(tasks)
+    done, late = await asyncio.wait(tasks, timeout=timeout_s) if tasks else (set(), set())
+    for task in late:
+        task.cancel()
+    await asyncio.gather(*late, return_exceptions=True)
+    now = time.perf_counter()
+    lost = [StreamRecord(now, now, failure="timeout", message=f"not done {timeout_s:g} s after the end") for _ in late]
+    return [task.result() for task in done] + lost
+
+
+def _request(record: StreamRecord) -> dict:
+    ended = record.arrivals[-1][0] if record.arrivals else None
+    return {
+        "waited_ms": 1e3 * (record.sent - record.due),
+        "ttfb_ms": 1e3 * record.ttfb_s if record.arrivals else None,
+        "wall_s": None if ended is None else ended - record.due,
+        "audio_s": record.audio_s,
+        "chunks": len(record.arrivals),
+        "failure": record.failure,
+        "message": record.message,
+    }
+
+
+def _json(value: object) -> object:
+    return value if isinstance(value, int | float | str | None) else str(value)
