@@ -7,14 +7,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import BaseSettings, InitSettingsSource, SettingsConfigDict
 
 from dq_engine.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 _DEVICE = r"(auto(:\d+)?|cpu|cuda(:\d+)?)"
+_UPSTREAM_BLOCKS = "NANOVLLM_SERVERPOOL_NUM_KVCACHE_BLOCKS"
+# Its blocks are of 256 tokens, ours of 16: attention.base.BLOCK_SIZE, which would bring torch into Triton's stub.
+_OF_OURS_IN_UPSTREAMS_BLOCK = 16
 _LAYER_TARGETS = r"(q|k|v|o|gate|up|down)_proj"
 _PROJECTION_TARGETS = r"(enc_to_lm|lm_to_dit|res_to_dit|fusion_concat)_proj"
 
@@ -23,7 +26,7 @@ class EngineConfig(BaseSettings):
     """Settings of one engine. A field that is None is decided when the device and the checkpoint are known."""
 
     model_config = SettingsConfigDict(
-        env_prefix="DQ_ENGINE_", extra="forbid", populate_by_name=True, protected_namespaces=(), env_ignore_empty=True
+        env_prefix="DQ_ENGINE_", extra="forbid", protected_namespaces=(), env_ignore_empty=True
     )
 
     model: str = Field(description="checkpoint directory, or the id of a repository on the Hugging Face hub")
@@ -65,7 +68,7 @@ class EngineConfig(BaseSettings):
     prefill_graph: bool = Field(default=True, description="run prompts in CUDA graphs; 0 = without")
     prefill_buckets: str = Field(
         default="",
-        description="requests:tokens,... of those graphs, as in 1:320,4:1152; empty = many",
+        description="requests:tokens,... of those graphs, as in 1:320,2:640,4:1152,8:2176; empty = finer ones",
     )
     gpu_latents: bool = Field(
         default=True, description="hand latents to the AudioVAE on the GPU; 0 = by way of the host, to compare"
@@ -78,12 +81,7 @@ class EngineConfig(BaseSettings):
     )
     enforce_eager: bool = Field(default=False, description="run a GPU without CUDA graphs")
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1, description="share of the GPU's memory to fill")
-    num_kvcache_blocks: int = Field(
-        default=0,
-        ge=0,
-        validation_alias=AliasChoices("num_kvcache_blocks", "NANOVLLM_SERVERPOOL_NUM_KVCACHE_BLOCKS"),
-        description="KV blocks; 0 = what fits the memory",
-    )
+    num_kvcache_blocks: int = Field(default=0, ge=0, description="KV blocks of 16 tokens; 0 = what fits the memory")
     queue_size: int = Field(default=1024, ge=1, description="requests that may wait for a slot")
     queue_timeout_s: float | None = Field(
         default=None, gt=0, description="longest wait for a slot, in seconds; 10 on a GPU, 120 on a CPU"
@@ -153,7 +151,7 @@ class EngineConfig(BaseSettings):
 
     @classmethod
     def settings_customise_sources(cls, settings_cls, init_settings, env_settings, **_):
-        return env_settings, init_settings
+        return env_settings, InitSettingsSource(settings_cls, _upstream_settings()), init_settings
 
     @classmethod
     def from_parameters(cls, parameters: dict[str, str]) -> "EngineConfig":
@@ -172,6 +170,20 @@ class EngineConfig(BaseSettings):
         except ValidationError as error:
             faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise ValueError(f"engine settings: {faults}") from None
+
+
+def _upstream_settings() -> dict[str, int]:
+    """What the environment says by nano-vllm-voxcpm's own name, whose KV blocks are of 256 tokens.
+
+    Raises:
+        ValueError: it is no whole number from 1.
+    """
+    text = os.environ.get(_UPSTREAM_BLOCKS, "").strip()
+    if not text:
+        return {}
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{_UPSTREAM_BLOCKS}: {text!r} is no whole number from 1")
+    return {"num_kvcache_blocks": int(text) * _OF_OURS_IN_UPSTREAMS_BLOCK}
 
 
 def _warn_of_unknown_variables(prefix: str, settings: Iterable[str]) -> None:

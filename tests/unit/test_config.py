@@ -2,6 +2,9 @@
 
 import logging
 
+import pytest
+
+from dq_engine.attention.base import BLOCK_SIZE
 from dq_engine.config import EngineConfig
 
 
@@ -22,3 +25,18 @@ def test_each_worker_knows_its_device_and_all_devices():
     assert [(worker.device, worker.devices) for worker in workers] == [("auto:0", "0,cpu"), ("cpu", "0,cpu")]
     (worker,) = EngineConfig(model="m", device="cpu").of_workers()
     assert (worker.device, worker.devices) == ("cpu", "")
+
+
+def test_the_kv_blocks_by_their_upstream_name_are_of_256_tokens(monkeypatch):
+    monkeypatch.setenv("NANOVLLM_SERVERPOOL_NUM_KVCACHE_BLOCKS", "64")
+    config = EngineConfig.from_parameters({"model": "m", "num_kvcache_blocks": "7"})
+    assert config.num_kvcache_blocks * BLOCK_SIZE == 64 * 256
+    monkeypatch.setenv("DQ_ENGINE_NUM_KVCACHE_BLOCKS", "100")
+    assert EngineConfig(model="m").num_kvcache_blocks == 100
+
+
+@pytest.mark.parametrize("value", ["0", "-4", "many"])
+def test_the_upstream_number_of_kv_blocks_is_from_1(monkeypatch, value):
+    monkeypatch.setenv("NANOVLLM_SERVERPOOL_NUM_KVCACHE_BLOCKS", value)
+    with pytest.raises(ValueError, match=f"^NANOVLLM_SERVERPOOL_NUM_KVCACHE_BLOCKS: '{value}' is no whole number"):
+        EngineConfig(model="m")
