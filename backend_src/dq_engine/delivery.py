@@ -36,13 +36,15 @@ class Delivery:
 
     Args:
         sample_rate: of the audio, in Hz.
-        times: told of each step's decoding.
+        times: told of each step's decoding and delivery.
     """
 
     def __init__(self, sample_rate: int, times: StepTimes) -> None:
         self.sample_rate, self._times = sample_rate, times
         self.vae_seconds = 0.0
         """Time that decoding has taken."""
+        self.delivery_seconds = 0.0
+        """Time that handing audio to the streams has taken."""
         self._items: queue.Queue = queue.Queue(maxsize=_MAX_STEPS)
         self._joiner = Joiner(sample_rate)
         self._thread = threading.Thread(target=self._run, name="dq-delivery", daemon=True)
@@ -56,6 +58,12 @@ class Delivery:
         """End a stream with `chunk`, after all that was put before."""
         self._items.put((sequence, chunk))
 
+    def count_anew(self) -> None:
+        """Set the times to 0, once everything has been delivered."""
+        done = threading.Event()
+        self._items.put(done)
+        done.wait()
+
     def stop(self) -> None:
         """End the thread once everything has been delivered."""
         self._items.put(None)
@@ -63,7 +71,10 @@ class Delivery:
 
     def _run(self) -> None:
         while (item := self._items.get()) is not None:
-            if isinstance(item[1], Chunk):
+            if isinstance(item, threading.Event):
+                self.vae_seconds = self.delivery_seconds = 0.0
+                item.set()
+            elif isinstance(item[1], Chunk):
                 self._end(*item)
             else:
                 self._deliver(*item)
@@ -73,7 +84,6 @@ class Delivery:
             audio = decoded.wait()
             seconds = decoded.seconds
             self.vae_seconds += seconds
-            self._times.decoded(len(audio), seconds)
         except Exception as error:  # the device failed after the launch
             logger.exception("a decoded step did not arrive")
             for item in rows:
@@ -88,6 +98,9 @@ class Delivery:
                 self._break_off(item.sequence, f"delivering the audio failed: {error}")
         for sequence, samples in self._joiner.overdue(now):
             self._call(sequence, Chunk(samples))
+        delivery_seconds = time.monotonic() - now
+        self.delivery_seconds += delivery_seconds
+        self._times.delivered(len(audio), seconds, delivery_seconds)
 
     def _deliver_row(self, item: Delivered, patch: np.ndarray, now: float, crowd: int) -> None:
         sequence = item.sequence

@@ -130,7 +130,7 @@ class DqCoreEngine:
         for tokens, seconds in parts.prefill_seconds:
             pacer.costs.observe(0, tokens, seconds)
         self._loop.count_anew()
-        self._delivery.vae_seconds = 0.0
+        self._delivery.count_anew()
         progress("warming up", 1.0)
         return self
 
@@ -253,6 +253,7 @@ class DqCoreEngine:
             "stalled": self._loop.turn_seconds > self._limits.step_timeout_s,
             "audio_seconds": self._patch_seconds * self._loop.counters["patches"],
             "vae_seconds": self._delivery.vae_seconds,
+            "delivery_seconds": self._delivery.delivery_seconds,
             "recordings_waiting": self._encode.waiting,
             "recordings": self._encode.encoded,
             **self._loop.counters,

@@ -274,7 +274,7 @@ class EngineLoop:
         self._pacer.costs.observe(len(stops), prefill_tokens, seconds)
         self._count_time(step, seconds)
         self.counters["idle_seconds"] += idle
-        self._times.step_ended(len(stops), prefill_tokens, output.host_seconds, seconds, idle)
+        self._times.step_ended(len(stops), prefill_tokens, output.host_seconds, seconds, output.prefill_seconds, idle)
         finite = np.isfinite(latents).all(axis=(1, 2))
         for row, (sequence, stop) in enumerate(zip(step.sampled, stops, strict=True)):
             if sequence.ended:  # it stopped in the step before; this one's patch is thrown away

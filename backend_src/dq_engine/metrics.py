@@ -71,6 +71,7 @@ DEFINITIONS = (
     Definition("counter", "host_seconds_total", "Time of deciding on steps and launching them", "host_seconds"),
     Definition("counter", "idle_seconds_total", "Time between steps in which the device had none", "idle_seconds"),
     Definition("counter", "vae_seconds_total", "Time of decoding latents to audio", "vae_seconds"),
+    Definition("counter", "delivery_seconds_total", "Time of handing audio to the streams", "delivery_seconds"),
     Definition("counter", "recordings_total", "Recordings encoded", "recordings"),
     Definition("counter", "decode_graph_hits_total", "Batches of patches run as a CUDA graph", "decode_graph_hits"),
     Definition("counter", "prefill_graph_hits_total", "Prompts' steps run as a CUDA graph", "prefill_graph_hits"),

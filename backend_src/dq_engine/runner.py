@@ -158,7 +158,11 @@ class Runner:
         launched_at = time.monotonic()
         if step.grown:
             self.state.extend_block_tables(step.grown)
-        mu, stop, seconds = self._prefill(step.prefills) if step.prefills else (None, None, 0.0)
+        mu, stop, seconds, prompts = None, None, 0.0, None
+        if step.prefills:
+            began = self._mark()
+            mu, stop, seconds = self._prefill(step.prefills)
+            prompts = began, self._mark()
         slots = [s.slot for s in step.sampled]
         if not slots:
             return None
@@ -181,7 +185,7 @@ class Runner:
             graphs = self._sample_graphs.get(adapters)
             latents = graphs(slots, mu)[0] if graphs else self._sample(slots, mu, adapters)
             seconds += graphs.seconds_of(len(slots)) if graphs else 0.0
-        return StepOutput(latents, slots, *self._to_host(stop, latents.float()), launched_at, seconds)
+        return StepOutput(latents, slots, *self._to_host(stop, latents.float()), launched_at, seconds, prompts)
 
     def _sample(self, slots: torch.Tensor, mu: torch.Tensor, adapters: bool) -> torch.Tensor:
         """The next patch of each stream, kept as its state and returned, [R, patch_size, feat_dim]."""
@@ -260,6 +264,13 @@ class Runner:
         )
         with self._lora.decoding(self.state.adapters[slots]) if adapters else contextlib.nullcontext():
             return self.backbone.decode(self.state.condition[slots], positions)
+
+    def _mark(self) -> torch.cuda.Event | float:
+        if self.device.type != "cuda":
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return to_device(array, self.device)

@@ -17,6 +17,7 @@ class StepOutput:
         latents_host: float32 [R, patch_size, feat_dim], likewise.
         ready: None on a CPU.
         launched_at: when the host began with it, by time.monotonic().
+        prompts: marks before and after the prompts on the device, seconds of a clock on a CPU; None without any.
         least_seconds: what the device surely needs for it, by its graphs; 0 where that is not known.
         host_seconds: what the host took to decide on it and to launch it.
     """
@@ -28,12 +29,21 @@ class StepOutput:
     ready: torch.cuda.Event | None
     launched_at: float
     least_seconds: float
+    prompts: tuple[torch.cuda.Event | float, torch.cuda.Event | float] | None
     host_seconds: float = 0.0
 
     @property
     def done(self) -> bool:
         """Whether the device has finished it, where it runs beside the host."""
         return self.ready is not None and self.ready.query()
+
+    @property
+    def prefill_seconds(self) -> float:
+        """What the device took for the step's prompts, once it has been waited for."""
+        if self.prompts is None:
+            return 0.0
+        begin, end = self.prompts
+        return end - begin if self.ready is None else 1e-3 * begin.elapsed_time(end)
 
     def wait(self) -> tuple[list[bool], np.ndarray]:
         """Wait for the step; its stop flags and its latents."""

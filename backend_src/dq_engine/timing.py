@@ -30,7 +30,13 @@ class StepTimes:
             self._profile.start()
 
     def step_ended(
-        self, rows: int, prefill_tokens: int, host_seconds: float, seconds: float, idle_seconds: float
+        self,
+        rows: int,
+        prefill_tokens: int,
+        host_seconds: float,
+        seconds: float,
+        prefill_seconds: float,
+        idle_seconds: float,
     ) -> None:
         """After a step's outputs have been read.
 
@@ -39,15 +45,18 @@ class StepTimes:
             prefill_tokens: tokens of prompts that it took in.
             host_seconds: what deciding on it and launching it took.
             seconds: what the device took.
+            prefill_seconds: what of that was for the prompts.
             idle_seconds: how long the device had had nothing to do before it.
         """
         if self._printed:
             logger.info(
-                "step: %d patches, %d prompt tokens; host %.2f ms, device %.2f ms, idle before it %.2f ms",
+                "step: %d patches, %d prompt tokens; host %.2f ms, device %.2f ms, prefill %.2f ms of it, "
+                "idle before it %.2f ms",
                 rows,
                 prefill_tokens,
                 1e3 * host_seconds,
                 1e3 * seconds,
+                1e3 * prefill_seconds,
                 1e3 * idle_seconds,
             )
         if self._profile is not None:
@@ -55,10 +64,16 @@ class StepTimes:
             if not self._trace_left:
                 self._write()
 
-    def decoded(self, rows: int, seconds: float) -> None:
-        """After the audio of a step has arrived (on the delivery thread): what decoding it took."""
+    def delivered(self, rows: int, vae_seconds: float, seconds: float) -> None:
+        """After the audio of a step has been handed on (on the delivery thread).
+
+        Args:
+            rows: its patches.
+            vae_seconds: what decoding them took.
+            seconds: what handing them to their streams took.
+        """
         if self._printed:
-            logger.info("decoded: %d patches; %.2f ms", rows, 1e3 * seconds)
+            logger.info("audio: %d patches; VAE %.2f ms, delivery %.2f ms", rows, 1e3 * vae_seconds, 1e3 * seconds)
 
     def _write(self) -> None:
         self._profile.stop()

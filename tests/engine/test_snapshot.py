@@ -22,7 +22,7 @@ def test_a_snapshot():
         assert (now["patches"], now["steps"], now["preemptions"], now["recordings"]) == (10, 10, 0, 0)
         assert now["audio_seconds"] == 2 * chunks[-1].stats["audio_s"] == 1.6
         assert now["prefill_tokens"] + now["cached_tokens"] == 2 * chunks[-1].stats["prompt_tokens"]
-        assert 0 < now["vae_seconds"] < now["step_seconds"]
+        assert 0 < now["delivery_seconds"] < now["vae_seconds"] < now["step_seconds"]
         assert 0 < now["prefill_seconds"] < now["step_seconds"]
         assert (now["active"], now["queued"], now["preempted"]) == (0, 0, 0)
         assert now["kv_blocks_free"] == now["kv_blocks_total"]

@@ -17,11 +17,15 @@ def test_a_line_for_each_step_and_a_trace_of_the_first(caplog, tmp_path):
     lines = [record.getMessage() for record in caplog.records if record.name == "dq_engine.timing"]
     steps = [line for line in lines if line.startswith("step: ")]
     assert len(steps) == state["steps"] == 8
-    assert re.fullmatch(
-        r"step: 1 patches, [1-9]\d* prompt tokens; host [\d.]+ ms, device [\d.]+ ms, idle before it [\d.]+ ms", steps[0]
+    first = re.fullmatch(
+        r"step: 1 patches, [1-9]\d* prompt tokens; host [\d.]+ ms, device ([\d.]+) ms, prefill ([\d.]+) ms of it, "
+        r"idle before it [\d.]+ ms",
+        steps[0],
     )
-    assert all(line.startswith("step: 1 patches, 0 prompt tokens;") for line in steps[1:])
-    assert sum(line.startswith("decoded: 1 patches; ") for line in lines) == 8
+    assert first and 0 < float(first[2]) < float(first[1])
+    assert all(re.match(r"step: 1 patches, 0 prompt tokens; .* prefill 0\.00 ms", line) for line in steps[1:])
+    assert sum(bool(re.fullmatch(r"audio: 1 patches; VAE [\d.]+ ms, delivery [\d.]+ ms", line)) for line in lines) == 8
+    assert 0 < state["delivery_seconds"] < state["vae_seconds"]
     assert state["host_seconds"] > 0 and state["idle_seconds"] >= 0
     events = json.loads(trace.read_text())["traceEvents"]
     assert any("addmm" in event.get("name", "") or "linear" in event.get("name", "") for event in events)
