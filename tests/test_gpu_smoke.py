@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu_smoke
 import pytest
 import torch
 
@@ -25,3 +26,12 @@ def test_a_machine_without_a_gpu_is_told_so():
         else f"torch {torch.__version__} is a CPU build; install requirements"
     )
     assert line.startswith(f"MISSING  CUDA: {reason}")
+
+
+def test_the_checks_of_hidden_and_of_too_few_gpus_hear_what_the_engine_says():
+    assert "it sees none" in gpu_smoke.hidden_device()
+    if not torch.cuda.is_available():  # where there is one, the command itself is the test
+        with pytest.raises(
+            gpu_smoke.Missing, match="tensor_parallel_size is 2 and device cuda:0, but there are 0 CUDA"
+        ):
+            gpu_smoke.too_few_for_tensor_parallelism()

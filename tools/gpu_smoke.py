@@ -68,9 +68,21 @@ def triton_kernels() -> str:
 def flash_attn() -> str:
     if importlib.util.find_spec("flash_attn") is None:
         raise NotHere("not installed; only the stock engine of benchmark/compare.py needs it")
-    import flash_attn
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
 
-    return f"{flash_attn.__version__}, for the stock engine of benchmark/compare.py"
+    try:
+        import flash_attn
+
+        q, k, v = torch.randn(3, 1, 33, 4, 64, device="cuda", dtype=torch.bfloat16)
+        ours = flash_attn.flash_attn_func(q, k, v, causal=True).float()
+    except (ImportError, RuntimeError) as error:  # built for another torch, or not for this GPU
+        raise Missing(f"flash-attn is installed and does not run: {error}") from error
+    exact = scaled_dot_product_attention(*(x.float().transpose(1, 2) for x in (q, k, v)), is_causal=True)
+    difference = (ours - exact.transpose(1, 2)).abs().max().item()
+    if difference > 0.05:
+        raise Missing(f"flash-attn differs from torch by {difference:.1e}")
+    return f"{flash_attn.__version__} runs, {difference:.0e} from torch; for the stock engine of benchmark/compare.py"
 
 
 def speak(**settings: object) -> list[np.ndarray]:
@@ -127,16 +139,30 @@ def two_gpus() -> str:
     return "a worker on each of two speaks"
 
 
-def hidden_device() -> str:
+def refusal(settings: str, visible: str) -> str:
+    """What an engine with these settings, that sees these GPUs, ends with; empty if it starts."""
     code = (
         "from dq_engine.engine import DqCoreEngine, EngineConfig\n"
-        f"DqCoreEngine(EngineConfig(model={str(MODEL)!r}, device='cuda:0')).start()"
+        f"DqCoreEngine(EngineConfig(model={str(MODEL)!r}, {settings})).start()"
     )
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-    if ended.returncode == 0 or "torch sees no CUDA device" not in ended.stderr:
-        raise Missing(f"with hidden GPUs the engine does not say so: {ended.stderr[-500:]}")
+    return ended.stderr[-500:] if ended.returncode else ""
+
+
+def hidden_device() -> str:
+    said = refusal("device='cuda:0'", visible="")
+    if "torch sees no CUDA device" not in said:
+        raise Missing(f"with hidden GPUs the engine does not say so: {said}")
     return "with CUDA_VISIBLE_DEVICES empty the engine says that it sees none"
+
+
+def too_few_for_tensor_parallelism() -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    said = refusal("device='cuda:0', tensor_parallel_size=2", visible)
+    if "tensor_parallel_size is 2 and device cuda:0, but there are 1 CUDA devices" not in said:
+        raise Missing(f"with one GPU for a tensor_parallel_size of 2 the engine does not say so: {said}")
+    return "with one GPU and a tensor_parallel_size of 2 the engine says that it needs more"
 
 
 CHECKS: dict[str, Callable[[], str]] = {
@@ -146,6 +172,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "CUDA graphs": graphs,
     "two GPUs": two_gpus,
     "hidden GPUs": hidden_device,
+    "too few GPUs": too_few_for_tensor_parallelism,
 }
 
 
