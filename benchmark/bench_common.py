@@ -1,7 +1,7 @@
 """What the three bench_*.py have in common: their options, the engine behind them, and the results.
 
 The options are those of nano-vllm-voxcpm's own benchmark scripts, with the same names and meanings. What is new:
---engine, and that --url is a tritonserver's gRPC (host:port).
+--engine, and that --url is a tritonserver's gRPC (host:port) and not the address of an HTTP service.
 """
 
 import asyncio
@@ -14,16 +14,13 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
-from drivers import Driver, TritonDriver
+from bench_drivers import PoolDriver, ServerDriver
 from load import gpu_memory_mib, measure
-from safetensors import safe_open
-from speaking import TritonSpeaking
 from stream_metrics import StreamRecord, figures
 from workload import Job
 
@@ -61,6 +58,12 @@ class Common:
     lora_name_prefix: Annotated[str | None, typer.Option(help="of the names")] = None
     num_lora_names: Annotated[int | None, typer.Option(min=1, help="as many as --max-loras if not given")] = None
     lora_random_seed: Annotated[int | None, typer.Option(help="of who gets which")] = None
+    sample_rate: Annotated[int | None, typer.Option(min=1, help="of the audio, in place of the engine's own")] = None
+    http_timeout_s: Annotated[float, typer.Option(min=0.1, help="with --url: when a request is given up")] = 600.0
+    http_consume_full: Annotated[
+        bool, typer.Option("--http-consume-full", help="as always: all of the audio is taken")
+    ] = False
+    print_top_errors: Annotated[int, typer.Option(min=0, help="how many of the messages to show")] = 5
     json_out: Annotated[Path | None, typer.Option(help="write settings, summary and every request here")] = None
 
     @property
@@ -115,6 +118,8 @@ class Bench:
 
     async def __aenter__(self) -> "Bench":
         self._driver = (PoolDriver if self.common.url is None else ServerDriver)(self.common)
+        if self.common.json_out is not None:
+            self.common.json_out.parent.mkdir(parents=True, exist_ok=True)
         began = time.perf_counter()
         try:
             await self._driver.start()
@@ -136,137 +141,22 @@ class Bench:
         """One, from now to its end; waiting is counted from `due`."""
         most = self.common.max_generate_length if patches is None else patches
         lora = self._chance.choice(self._names) if self._names else None
-        return await measure(self._driver, Job(self._text, most, None, lora), due, math.inf)
+        timeout_s = math.inf if self.common.url is None else self.common.http_timeout_s
+        return await measure(self._driver, Job(self._text, most, None, lora), due, timeout_s)
 
     def report(self, records: list[StreamRecord], wall_s: float, **more: object) -> None:
         """Print what came of the requests, and write --json-out."""
         summary = {**more, **(figures(records, wall_s) if records else {}), "gpu_memory_mib": gpu_memory_mib()}
         for name, value in summary.items():
             print(f"  {name}: {value}")
-        for message, count in Counter(r.message for r in records if r.failure).most_common(5):
+        messages = Counter(record.message for record in records if record.failure)
+        for message, count in messages.most_common(self.common.print_top_errors):
             print(f"  {count} x {message}")
         if self.common.json_out is not None:
             options = {name: _json(value) for name, value in dataclasses.asdict(self.common).items()}
             result = {"options": options, "summary": summary, "requests": [_request(r) for r in records]}
             self.common.json_out.write_text(json.dumps(result, indent=1))
             print(f"  {self.common.json_out}")
-
-
-class PoolDriver(Driver):
-    """nano-vllm-voxcpm's Python interface, its own or ours: engines in processes of their own."""
-
-    def __init__(self, common: Common) -> None:
-        self._common = common
-
-    async def start(self) -> dict:
-        common = self._common
-        if common.engine is Engine.nano:
-            from nanovllm_voxcpm import VoxCPM
-            from nanovllm_voxcpm.models.voxcpm2.config import LoRAConfig
-        else:
-            from dq_engine import LoRAConfig, VoxCPM
-        names = (
-            "inference_timesteps max_num_batched_tokens max_num_seqs max_model_len gpu_memory_utilization enforce_eager"
-        )
-        self._pool = VoxCPM.from_pretrained(
-            model=common.model,
-            devices=[int(device) if device.isdecimal() else device for device in common.devices.split(",")],
-            lora_config=LoRAConfig(
-                max_loras=common.max_loras, max_lora_rank=common.max_lora_rank, **lora_targets(Path(common.lora_path))
-            )
-            if common.max_loras
-            else None,
-            **{name: getattr(common, name) for name in names.split()},
-        )
-        await self._pool.wait_for_ready()
-        self._sample_rate = (await self._pool.get_model_info())["sample_rate"]
-        return {}
-
-    async def register(self, name: str, path: str) -> None:
-        await self._pool.register_lora(name, path)
-
-    async def speak(self, job: Job) -> AsyncIterator[float]:
-        async for samples in self._pool.generate(
-            target_text=job.text,
-            max_generate_length=job.patches,
-            temperature=self._common.temperature,
-            cfg_value=self._common.cfg_value,
-            seed=self._common.seed,
-            lora_name=job.lora,
-        ):
-            yield len(samples) / self._sample_rate
-
-    async def stop(self) -> None:
-        await self._pool.stop()
-
-
-class ServerDriver(Driver):
-    """A running tritonserver; what it was started with is its own affair."""
-
-    def __init__(self, common: Common) -> None:
-        self._common = common
-
-    async def start(self) -> dict:
-        asked = TritonDriver(self._common.url)
-        await asked.start()  # raises if nobody serves there
-        await asked.stop()
-        self._speaking = TritonSpeaking(self._common.url)
-        return {}
-
-    async def register(self, name: str, path: str) -> None:
-        from tritonclient.grpc import InferInput
-        from tritonclient.grpc.aio import InferenceServerClient
-        from tritonclient.utils import InferenceServerException
-
-        fields = {"operation": "register_lora", "arguments": json.dumps({"name": name, "path": path})}
-        if token := os.environ.get("DQ_ENGINE_ADMIN_TOKEN"):
-            fields["token"] = token
-        inputs = [InferInput(field, [1], "BYTES") for field in fields]
-        for tensor, value in zip(inputs, fields.values(), strict=True):
-            tensor.set_data_from_numpy(np.array([value.encode()], np.object_))
-        async with InferenceServerClient(self._common.url) as client:
-            try:
-                await client.infer("voxcpm2_admin", inputs)
-            except InferenceServerException as error:
-                raise RuntimeError(f"{path} was not registered: {error.message()}") from None
-
-    async def speak(self, job: Job) -> AsyncIterator[float]:
-        fields = {
-            "text": job.text,
-            "max_generate_length": job.patches,
-            "temperature": self._common.temperature,
-            "cfg_value": self._common.cfg_value,
-            "seed": self._common.seed,
-            "lora": job.lora,
-        }
-        given = {name: value for name, value in fields.items() if value is not None}
-        async for samples, sample_rate, *_ in self._speaking.chunks(given):
-            yield len(samples) / sample_rate
-
-    async def stop(self) -> None:
-        await self._speaking.close()
-
-
-def lora_targets(adapter: Path) -> dict[str, object]:
-    """Of a LoRAConfig: the projections that an adapter's lora_weights.safetensors changes, and no others.
-
-    Raises:
-        OSError, safetensors.SafetensorError: it cannot be read.
-    """
-    with safe_open(adapter / "lora_weights.safetensors", "np") as tensors:
-        layers = {name.rpartition(".lora_")[0] for name in tensors.keys()}  # noqa: SIM118  it is no dictionary
-    inner = {layer for layer in layers if ".layers." in layer}
-    dit = {layer.rpartition(".")[2] for layer in inner if layer.startswith("feat_decoder.")}
-    lm = {layer.rpartition(".")[2] for layer in inner if not layer.startswith("feat_decoder.")}
-    between = sorted(layers - inner)
-    return {
-        "enable_lm": bool(lm),
-        "enable_dit": bool(dit),
-        "enable_proj": bool(between),
-        "target_modules_lm": sorted(lm),
-        "target_modules_dit": sorted(dit),
-        "target_proj_modules": between,
-    }
 
 
 async def drained(tasks: Iterable[asyncio.Task[StreamRecord]], timeout_s: float) -> list[StreamRecord]:

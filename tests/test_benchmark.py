@@ -7,6 +7,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 sys.path.insert(0, str(ROOT / "benchmark"))
 
 import bench_common  # noqa: E402
+import bench_drivers  # noqa: E402
 import drivers  # noqa: E402
 import load  # noqa: E402
 from stream_metrics import PATCH_S, StreamRecord, figures, peak_streams, percentile  # noqa: E402
@@ -333,7 +335,7 @@ def test_precision_on_a_cpu(tmp_path):
 
 
 def test_the_targets_of_an_adapter_are_those_of_its_file():
-    targets = bench_common.lora_targets(ROOT / "models" / "adapters" / "kal")
+    targets = bench_drivers.lora_targets(ROOT / "models" / "adapters" / "kal")
     attention = ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert targets == {
         "enable_lm": True,
@@ -356,6 +358,42 @@ def test_requests_that_do_not_end_count_as_timeouts():
     ended, lost = asyncio.run(run())
     assert ended.failure is None and ended.audio_s == pytest.approx(0.8)
     assert (lost.failure, lost.message) == ("timeout", "not done 0.2 s after the end")
+
+
+def test_a_request_to_a_server_that_takes_too_long_is_given_up():
+    bench = bench_common.Bench(bench_common.Common(url="x", http_timeout_s=0.1))
+    bench._driver = Scripted({0: None})
+    record = asyncio.run(bench.request(time.perf_counter()))
+    assert (record.failure, record.message) == ("timeout", "given up after 0.1 s")
+    assert bench._driver.given_up == 1
+
+
+def test_a_server_has_its_own_adapters_again_in_the_end(monkeypatch):
+    done = []
+
+    async def administer(self, operation, arguments):
+        done.append((operation, arguments["name"]))
+
+    async def run():
+        driver = bench_drivers.ServerDriver(bench_common.Common(url="localhost:1"))
+        driver._speaking = bench_drivers.TritonSpeaking("localhost:1")
+        await driver.register("a", "path")
+        await driver.register("b", "path")
+        await driver.stop()
+
+    monkeypatch.setattr(bench_drivers.ServerDriver, "_administer", administer)
+    asyncio.run(run())
+    assert done == [("register_lora", "a"), ("register_lora", "b"), ("unregister_lora", "a"), ("unregister_lora", "b")]
+
+
+def test_a_script_by_its_upstream_name_on_a_real_server(server, tmp_path):
+    """The rate that is given counts, not the server's 48,000 Hz: the four patches are twice as long."""
+    options = "--concurrency=2 --warmup=0 --iters=1 --max-generate-length=4 --sample-rate=24000 --print-top-errors=1"
+    options += f" --http-timeout-s=100 --http-consume-full --json-out={tmp_path}/new/out.json"
+    done = run("benchmark/bench_inference.py", f"--url={server.grpc_url}", *options.split())
+    assert done.returncode == 0, done.stderr
+    requests = json.loads((tmp_path / "new/out.json").read_text())["requests"]
+    assert [(request["failure"], request["audio_s"]) for request in requests] == 2 * [(None, pytest.approx(1.28))]
 
 
 @pytest.mark.parametrize(
