@@ -75,7 +75,8 @@ def load(
         raise ValueError(
             "the GPU's memory does not hold the model, what its streams need and the CUDA graphs: "
             f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB were free in the end; lower max_num_seqs, "
-            "max_num_batched_tokens or gpu_memory_utilization, or end what else is on the GPU"
+            "max_num_batched_tokens, gpu_memory_utilization, lora_max_loras or num_kvcache_blocks (as far as they are "
+            "set), or end what else is on the GPU"
         ) from error
 
 
@@ -184,6 +185,6 @@ def _num_kv_blocks(
             f"the GPU's memory does not hold the KV cache of one stream: {free / 2**30:.1f} of {total / 2**30:.1f} GiB "
             f"are free, CUDA graphs need {graph_bytes / 2**30:.1f} GiB and other scratch memory "
             f"{_GPU_SCRATCH_BYTES / 2**30:.1f} GiB; raise gpu_memory_utilization, or lower max_num_seqs, "
-            "max_num_batched_tokens or max_model_len"
+            "max_num_batched_tokens, max_model_len or lora_max_loras"
         )
     return min(wanted, fitting)
