@@ -3,6 +3,7 @@
 
     python3 benchmark/compare.py CHECKPOINT
     python3 benchmark/compare.py CHECKPOINT --closed 1,64 --rates 20,40 --references 0,10 --out /tmp/compare
+    python3 benchmark/compare.py CHECKPOINT --characters 14,200 --patches 48,10:80 --engine-timeout 900
     python3 benchmark/compare.py CHECKPOINT --engines nano,engine,triton,triton-mp3
 
 Each engine is loaded in a process of its own (load.py), which ends before the next one starts; for triton a
@@ -22,24 +23,24 @@ from typing import Annotated
 
 import typer
 from engine_process import run_to_its_end
-from load import (
-    BURST_BESIDE,
+from load import BURST_BESIDE
+from load_options import (
     Bursts,
-    Characters,
     Closed,
+    Lengths,
     MaxNumSeqs,
     Memory,
-    Patches,
     Rates,
     References,
     Seconds,
     Seed,
     Streams,
+    Texts,
     Timeout,
     counts,
 )
 from plots import plot
-from table import markdown, table
+from table import USUAL_CHARACTERS, USUAL_PATCHES, markdown, table
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tools"))
@@ -108,12 +109,12 @@ QUICK = {"closed": "1,64,256", "rates": "20,40", "references": "0,10", "seconds"
 def main(
     model: Annotated[str, typer.Argument(help="checkpoint directory; best one that never stops by itself")],
     engines: Annotated[str, typer.Option(help="in this order; ratios are to the first")] = "nano,engine",
-    closed: Closed = "1,8,32,64,128,256",
+    closed: Closed = "1,8,16,32,64,128,256",
     rates: Rates = "5,10,20,30",
     bursts: Bursts = "",
     seconds: Seconds = 10,
-    characters: Characters = "14",
-    patches: Patches = "48",
+    characters: Texts = USUAL_CHARACTERS,
+    patches: Lengths = USUAL_PATCHES,
     references: References = "0",
     streams: Streams = 8,
     max_num_seqs: MaxNumSeqs = None,

@@ -17,7 +17,8 @@ from typing import Annotated
 
 import typer
 from drivers import TritonDriver
-from load import Characters, Patches, Seed, Timeout, measure, span
+from load import measure
+from load_options import Characters, Patches, Seed, Timeout, span
 from workload import make_jobs
 
 

@@ -26,8 +26,25 @@ from typing import Annotated
 
 import typer
 from drivers import Driver, Refused, Settings, make_driver
+from load_options import (
+    Bursts,
+    Closed,
+    Lengths,
+    MaxNumSeqs,
+    Memory,
+    Rates,
+    References,
+    Seconds,
+    Seed,
+    Streams,
+    Texts,
+    Timeout,
+    counts,
+    numbers,
+    spans,
+)
 from stream_metrics import StreamRecord, figures
-from table import load_name
+from table import USUAL_CHARACTERS, USUAL_PATCHES, load_name
 from workload import Job, Range, make_jobs, poisson_arrivals
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -48,48 +65,9 @@ class OutputFormat(str, enum.Enum):
     mp3 = "mp3"
 
 
-def numbers(text: str) -> list[float]:
-    """The numbers of "1,8,32"."""
-    try:
-        values = [float(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 1,8,32") from None
-    if not all(math.isfinite(value) and value >= 0 for value in values):
-        raise typer.BadParameter(f"{text!r}: every number must be at least 0")
-    return list(dict.fromkeys(values))  # the same row a second time would come from the cache
-
-
-def counts(text: str) -> list[int]:
-    values = numbers(text)
-    if any(value != int(value) or value < 1 for value in values):
-        raise typer.BadParameter(f"{text!r}: whole numbers from 1 are needed")
-    return [int(value) for value in values]
-
-
-def span(text: str) -> Range:
-    try:
-        return Range.parse(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-Closed = Annotated[str, typer.Option(help="closed loop: streams at once, such as 1,8,64")]
-Rates = Annotated[str, typer.Option(help="open loop: requests a second, such as 5,10")]
-Bursts = Annotated[str, typer.Option(help="requests at once beside 32 running streams, such as 200")]
-Seconds = Annotated[float, typer.Option(min=0.1, max=3600, help="of arrivals in an open loop")]
-Characters = Annotated[str, typer.Option(help="of a text: N or LOW:HIGH")]
-Patches = Annotated[str, typer.Option(help="of 160 ms, the most a stream makes: N or LOW:HIGH")]
-References = Annotated[str, typer.Option(help="seconds of each request's own reference; 0,10: all rows with both")]
-Streams = Annotated[int, typer.Option(min=1, help="fewest streams that a closed row measures")]
-MaxNumSeqs = Annotated[int | None, typer.Option(min=1, help="of the engine; its own default if not given")]
-Memory = Annotated[float, typer.Option(min=0.01, max=1, help="gpu_memory_utilization of the engine")]
-Timeout = Annotated[float, typer.Option(min=0.1, max=3600, help="seconds after which a stream is given up")]
-Seed = Annotated[int, typer.Option(help="of texts, references, lengths and arrivals")]
-
-
 @dataclass(frozen=True)
 class Plan:
-    """What is asked of every engine alike."""
+    """What is asked of every engine alike, in one row."""
 
     characters: Range
     patches: Range
@@ -146,7 +124,8 @@ async def measure_rows(driver: Driver, plan: Plan, mode: str, load: float, refer
 
     Each has its name in "row" and its "load"; a burst gives one more, of the streams that were "running".
     """
-    seed = f"{plan.seed} {mode} {load} {reference_s}"  # so every engine gets the same requests, and no row another's
+    kind = f"{plan.characters} {plan.patches} {reference_s}"
+    seed = f"{plan.seed} {mode} {load} {kind}"  # so every engine gets the same requests, and no row another's
 
     def jobs(count: int, what: str, patches: Range = plan.patches) -> list[Job]:
         return make_jobs(count, plan.characters, patches, reference_s, f"{seed} {what}")
@@ -173,7 +152,8 @@ async def measure_rows(driver: Driver, plan: Plan, mode: str, load: float, refer
         groups = {("running", BURST_BESIDE): records[:BURST_BESIDE], ("burst", load): records[BURST_BESIDE:]}
     rows = []
     for (name, its_load), records in groups.items():
-        row = {"row": name, "load": its_load, "reference_s": reference_s, **figures(records, wall_s)}
+        row = {"row": name, "load": its_load, "reference_s": reference_s}
+        row |= {"characters": str(plan.characters), "patches": str(plan.patches), **figures(records, wall_s)}
         row["cached_tokens"] = None if cached_before is None else driver.cached_tokens - cached_before
         if prefills_before is not None:
             hits, fallbacks = (now - before for now, before in zip(driver.prefills, prefills_before, strict=True))
@@ -216,9 +196,9 @@ def summary(row: dict) -> str:
 
 
 async def run(
-    driver: Driver, plan: Plan, rows: list[tuple[str, float, float]], write: Callable[[dict], None], common: dict
+    driver: Driver, rows: list[tuple[Plan, str, float, float]], write: Callable[[dict], None], common: dict
 ) -> None:
-    """Start the engine, measure the rows (mode, load, seconds of reference), stop it."""
+    """Start the engine, measure the rows (plan, mode, load, seconds of reference), stop it."""
     began = time.perf_counter()
     print(f"{common['engine']}: starting", flush=True)
     settings = await asyncio.wait_for(driver.start(), READY_TIMEOUT_S)
@@ -226,7 +206,7 @@ async def run(
     write({"row": "start", **common, "ready_s": round(ready_s, 1), "settings": settings})
     print(f"{common['engine']}: ready after {ready_s:.1f} s, {len(rows)} rows", flush=True)
     try:
-        for mode, load, reference_s in rows:
+        for plan, mode, load, reference_s in rows:
             for row in await measure_rows(driver, plan, mode, load, reference_s):
                 write({**common, **row})
                 print(f"{common['engine']}: {load_name(row)}: {summary(row)}", flush=True)
@@ -234,11 +214,12 @@ async def run(
         await _stop(driver.stop())
 
 
-def measured(path: Path, common: dict) -> set[tuple[str, float, float]]:
-    """The rows (mode, load, seconds of reference) that a file has of the same engine and the same kind of requests."""
+def measured(path: Path, common: dict) -> set[tuple[str, str, str, float, float]]:
+    """The rows (characters, patches, mode, load, seconds of reference) that a file has of an engine."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     same = [row for row in rows if all(row.get(name) == value for name, value in common.items())]
-    return {(row["row"], row["load"], row["reference_s"]) for row in same if "reference_s" in row}
+    names = ("characters", "patches", "row", "load", "reference_s")
+    return {tuple(row[name] for name in names) for row in same if "reference_s" in row}
 
 
 async def _stop(stopping: Coroutine) -> None:
@@ -257,8 +238,8 @@ def main(
     rates: Rates = "",
     bursts: Bursts = "",
     seconds: Seconds = 10,
-    characters: Characters = "14",
-    patches: Patches = "48",
+    characters: Texts = USUAL_CHARACTERS,
+    patches: Lengths = USUAL_PATCHES,
     references: References = "0",
     streams: Streams = 8,
     max_num_seqs: MaxNumSeqs = None,
@@ -275,25 +256,29 @@ def main(
     """Put one engine under load and say what its callers notice."""
     loads = [("closed", float(n)) for n in counts(closed)] + [("open", rate) for rate in numbers(rates) if rate > 0]
     loads += [("burst", float(n)) for n in counts(bursts)]
-    rows = [(mode, load, reference_s) for reference_s in numbers(references) for mode, load in loads]
+    kinds = [
+        (c, p, reference_s) for c in spans(characters) for p in spans(patches) for reference_s in numbers(references)
+    ]
+    rows = [
+        (Plan(c, p, seconds, streams, timeout, seed), mode, load, reference_s)
+        for c, p, reference_s in kinds
+        for mode, load in loads
+    ]
     if not rows:
         raise typer.BadParameter("nothing to measure: give --closed, --rates or --bursts, and --references")
     if output_format is not OutputFormat.f32 and engine is not Engine.triton:
         raise typer.BadParameter("an output format is for triton; an engine alone gives samples")
-    plan = Plan(span(characters), span(patches), seconds, streams, timeout, seed)
     variant = "-offline" if offline else "" if output_format is OutputFormat.f32 else f"-{output_format.value}"
     common = {
         "engine": engine.value + variant,
         "realtime": not offline if engine is Engine.engine else None,
-        "characters": characters,
-        "patches": patches,
         "seconds": seconds,
         "seed": seed,
     }
 
     if resume and json_path is not None and json_path.exists():
         done = measured(json_path, common)
-        rows = [row for row in rows if row not in done]
+        rows = [row for row in rows if (str(row[0].characters), str(row[0].patches), *row[1:]) not in done]
         if not rows:
             print(f"{common['engine']}: every row is there", flush=True)
             return
@@ -306,7 +291,7 @@ def main(
     settings = Settings(max_num_seqs, memory, realtime=not offline)
     driver = make_driver(engine.value, target, settings, output_format.value)
     try:
-        asyncio.run(run(driver, plan, rows, write, common))
+        asyncio.run(run(driver, rows, write, common))
     except ConnectionError as error:  # there is no server
         raise SystemExit(f"error: {error}") from None
 

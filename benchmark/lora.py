@@ -29,7 +29,8 @@ import typer
 from adapters import write_adapters
 from drivers import Driver, Settings, make_driver
 from engine_process import run_to_its_end
-from load import READY_TIMEOUT_S, at_once, counts, gpu_memory_mib, measure
+from load import READY_TIMEOUT_S, at_once, gpu_memory_mib, measure
+from load_options import counts
 from stream_metrics import StreamRecord, figures
 from workload import Range, make_jobs
 

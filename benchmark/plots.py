@@ -7,17 +7,18 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  after the backend without a screen is chosen
 from matplotlib.axes import Axes  # noqa: E402
+from table import LOADS, load_name  # noqa: E402
 
 
 def plot(rows: list[dict], engines: list[str], path: Path) -> None:
     """Write a PNG; a panel for which nothing was measured stays empty, and infinite figures are left out."""
     figure, (ttfb, underrun, throughput) = plt.subplots(1, 3, figsize=(16, 5), layout="constrained")
-    references = sorted({row["reference_s"] for row in rows if "reference_s" in row})
+    kinds = list(dict.fromkeys(_kind(row) for row in rows if "reference_s" in row))
     for number, engine in enumerate(engines):
-        for reference_s, marker in zip(references, "os^vDP*X" * len(references), strict=False):
-            label = f"{engine}, {reference_s:g} s reference" if any(references) else engine
+        for kind, marker in zip(kinds, "os^vDP*X" * len(kinds), strict=False):
+            label = ", ".join([engine, *([kind] if kind else [])])
             style = {"color": f"C{number}", "marker": marker}
-            own = [row for row in rows if row["engine"] == engine and row.get("reference_s") == reference_s]
+            own = [row for row in rows if row["engine"] == engine and "reference_s" in row and _kind(row) == kind]
             arrivals = [row for row in own if row["row"] == "open"]
             _line(ttfb, arrivals, "ttfb_ms_p50", 1, label=f"{label}: p50", linestyle="--", **style)
             _line(ttfb, arrivals, "ttfb_ms_p99", 1, label=f"{label}: p99", **style)
@@ -36,6 +37,11 @@ def plot(rows: list[dict], engines: list[str], path: Path) -> None:
             axes.legend(fontsize="small")
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _kind(row: dict) -> str:
+    """What requests a row is of: its load's name without the load."""
+    return load_name(row).removeprefix(f"{row['load']:g} {LOADS[row['row']]}").strip()
 
 
 def _line(axes: Axes, rows: list[dict], name: str, scale: float, **style) -> None:

@@ -11,13 +11,17 @@ COLUMNS = {
 }
 LOADS = {"closed": "at once", "open": "a second", "running": "running", "burst": "in a burst"}
 """What a row of each name is a row of."""
+USUAL_CHARACTERS, USUAL_PATCHES = "14", "48"
+"""Of a request; others are in the names of loads."""
 _WIDTH = 9
 
 
 def load_name(row: dict) -> str:
-    """What an engine was under in this row, such as "8 at once" or "20 a second ref 10"."""
+    """What an engine was under in this row, such as "8 at once" or "20 a second ref 10 text 200 patches 10:80"."""
     reference = f" ref {row['reference_s']:g}" if row["reference_s"] else ""
-    return f"{row['load']:g} {LOADS[row['row']]}{reference}"
+    text = f" text {row['characters']}" if row["characters"] != USUAL_CHARACTERS else ""
+    patches = f" patches {row['patches']}" if row["patches"] != USUAL_PATCHES else ""
+    return f"{row['load']:g} {LOADS[row['row']]}{reference}{text}{patches}"
 
 
 def table(rows: list[dict], engines: list[str]) -> str:
@@ -42,17 +46,18 @@ def table(rows: list[dict], engines: list[str]) -> str:
         if row["row"] in LOADS:
             measured.setdefault(load_name(row), {})[row["engine"]] = row
     titles = "".join(title.rjust(_WIDTH + 1) for title in [*COLUMNS, "underrun", "failed"])
-    lines += ["", f"{'load':22}{'engine':15}{titles}"]
+    width = max(22, *(len(name) + 1 for name in measured)) if measured else 22
+    lines += ["", f"{'load':{width}}{'engine':15}{titles}"]
     for name, by_engine in measured.items():
         for engine in engines:
             if engine not in by_engine:
                 continue
             row = by_engine[engine]
-            lines.append(f"{name:22}{engine:15}{_figures(row)}")
+            lines.append(f"{name:{width}}{engine:15}{_figures(row)}")
             name = ""
             if engine != engines[0] and engines[0] in by_engine:
                 ratios = _ratios(row, by_engine[engines[0]])
-                lines.append(f"{'':22}{'x ' + engines[0]:15}{ratios}".rstrip())
+                lines.append(f"{'':{width}}{'x ' + engines[0]:15}{ratios}".rstrip())
     return "\n".join(lines)
 
 

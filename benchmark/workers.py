@@ -21,7 +21,7 @@ from typing import Annotated
 
 import typer
 from compare import ENTRYPOINT
-from load import Characters, Memory, Patches, Seed
+from load_options import Characters, Memory, Patches, Seed
 from prometheus_client.parser import text_string_to_metric_families
 from triton_server import TritonServer  # load.py has put tools/ on the path
 

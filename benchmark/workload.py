@@ -16,6 +16,9 @@ class Range:
     low: int
     high: int
 
+    def __str__(self) -> str:
+        return f"{self.low}" if self.low == self.high else f"{self.low}:{self.high}"
+
     @classmethod
     def parse(cls, text: str, at_least: int = 1) -> "Range":
         """Raises ValueError: it is not such a range, or begins below `at_least`."""

@@ -179,7 +179,7 @@ def test_a_closed_loop_discards_its_warm_up_and_counts_failures():
 def test_an_open_loop_does_not_wait_for_the_engine():
     driver = Scripted({})
     plan = load.Plan(Range(14, 14), Range(2, 2), seconds=1, streams=8, timeout_s=5, seed=0)
-    arrivals = poisson_arrivals(40, 1, "0 open 40 0 arrivals")
+    arrivals = poisson_arrivals(40, 1, "0 open 40 14 2 0 arrivals")
     (row,) = asyncio.run(load.measure_rows(driver, plan, "open", 40, 0))
     assert row["streams"] == len(arrivals)
     assert row["wall_s"] == pytest.approx(arrivals[-1] + 0.02, abs=0.1)
@@ -244,17 +244,23 @@ def test_compare_on_a_cpu(tmp_path):
     shown = result.stdout[result.stdout.rindex("\nload") :]
     assert "4 at once" in shown and "never" in shown and "2/4" in shown
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "compare.md").read_text().splitlines()[2].startswith("| 1 at once | - → ")
+    assert (tmp_path / "compare.md").read_text().splitlines()[2].startswith("| 1 at once patches 6 | - → ")
 
-    # Resumed: what is there stays as it is, and only the row that is missing is measured.
+    # Resumed: what is there stays as it is, and only the rows that are missing are measured.
     lines = (tmp_path / "compare.jsonl").read_text().splitlines()
     (tmp_path / "compare.jsonl").write_text("".join(f"{line}\n" for line in lines if '"open"' not in line))
-    options = options.replace("nano,engine", "engine")
+    options = options.replace("nano,engine", "engine").replace("--closed 1,4", "--closed 1 --characters 14,30:40")
     result = run("benchmark/compare.py", "models/small", *options.split(), f"--out={tmp_path}", "--resume")
     assert result.returncode == 0, result.stderr
     again = [json.loads(line) for line in (tmp_path / "compare.jsonl").read_text().splitlines()]
     assert again[:3] == rows[1:4]
-    assert [row["row"] for row in again[3:]] == ["start", "open"]
+    assert [(row["row"], row.get("characters")) for row in again[3:]] == [
+        ("start", None),
+        ("open", "14"),
+        ("closed", "30:40"),
+        ("open", "30:40"),
+    ]
+    assert "1 at once text 30:40 patches 6" in (tmp_path / "compare.md").read_text()
 
 
 @pytest.mark.parametrize(("output_format", "engine", "seed"), [("f32", "triton", 0), ("mp3", "triton-mp3", 1)])
@@ -292,7 +298,8 @@ def test_bad_options_are_named(options, message):
 def test_the_table_shows_ratios_of_one_run():
     def rows(engine: str, scale: float) -> list[dict]:
         streams = [record(*[(scale * time, seconds) for time, seconds in STEADY])]
-        return [{"row": "closed", "engine": engine, "load": 8, "reference_s": 10, **figures(streams, scale)}]
+        kind = {"reference_s": 10, "characters": "14", "patches": "48"}
+        return [{"row": "closed", "engine": engine, "load": 8, **kind, **figures(streams, scale)}]
 
     lines = table(rows("nano", 1.0) + rows("engine", 0.25), ["nano", "engine"]).splitlines()
     assert lines[-1].split() == ["x", "nano", *["0.25x"] * 6, "4.00x"]
