@@ -74,7 +74,7 @@ def flash_attn() -> str:
     try:
         import flash_attn
 
-        q, k, v = torch.randn(3, 1, 33, 4, 64, device="cuda", dtype=torch.bfloat16)
+        q, k, v = torch.randn(3, 1, 33, 4, 128, device="cuda", dtype=torch.bfloat16)
         ours = flash_attn.flash_attn_func(q, k, v, causal=True).float()
     except (ImportError, RuntimeError) as error:  # built for another torch, or not for this GPU
         raise Missing(f"flash-attn is installed and does not run: {error}") from error
