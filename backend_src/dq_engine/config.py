@@ -76,7 +76,7 @@ class EngineConfig(BaseSettings):
     vae_compile: bool = Field(
         default=True, description="fused kernels for the AudioVAE on a GPU; 0 = plain torch, to compare"
     )
-    vae_weight_norm_fold: Literal[True] = Field(
+    vae_weight_norm_fold: bool = Field(
         default=True, description="always done, and without effect on the audio; 0 is refused"
     )
     enforce_eager: bool = Field(default=False, description="run a GPU without CUDA graphs")
@@ -148,6 +148,13 @@ class EngineConfig(BaseSettings):
     def _decode(cls, value: object) -> object:
         """Text from the environment as UTF-8: Triton's stubs run Python in the C locale, which knows ASCII only."""
         return value.encode("utf-8", "surrogateescape").decode("utf-8", "replace") if isinstance(value, str) else value
+
+    @field_validator("vae_weight_norm_fold")
+    @classmethod
+    def _always_folded(cls, value: bool) -> bool:
+        if not value:
+            raise ValueError("weight norm is always folded, 0 is not possible")
+        return value
 
     @classmethod
     def settings_customise_sources(cls, settings_cls, init_settings, env_settings, **_):

@@ -40,3 +40,34 @@ def test_the_upstream_number_of_kv_blocks_is_from_1(monkeypatch, value):
     monkeypatch.setenv("NANOVLLM_SERVERPOOL_NUM_KVCACHE_BLOCKS", value)
     with pytest.raises(ValueError, match=f"^NANOVLLM_SERVERPOOL_NUM_KVCACHE_BLOCKS: '{value}' is no whole number"):
         EngineConfig(model="m")
+
+
+@pytest.mark.parametrize(
+    ("name", "default"),
+    [
+        ("PREFILL_GRAPH", "1"),
+        ("PREFILL_GRAPH_LORA", "0"),
+        ("PREFILL_BUCKETS", "1:320,2:640,4:1152,8:2176"),
+        ("MAX_PREFILL_TOKENS", "0"),
+        ("MAX_PREFILL_SEQS", "0"),
+        ("GPU_LATENTS", "1"),
+        ("VAE_COMPILE", "1"),
+        ("VAE_WEIGHT_NORM_FOLD", "1"),
+        ("TIMING", "0"),
+        ("QUEUE_SIZE", "1024"),
+    ],
+)
+def test_a_usual_value_given_as_text_is_what_there_is_without_it(monkeypatch, name, default):
+    field = name.lower()
+    without = getattr(EngineConfig(model="m"), field)
+    monkeypatch.setenv(f"DQ_ENGINE_{name}", default)
+    given = getattr(EngineConfig(model="m"), field)
+    monkeypatch.delenv(f"DQ_ENGINE_{name}")
+    assert given == getattr(EngineConfig.from_parameters({"model": "m", field: default}), field)
+    assert given == (default if name == "PREFILL_BUCKETS" else without)
+
+
+def test_weight_norm_is_always_folded(monkeypatch):
+    monkeypatch.setenv("DQ_ENGINE_VAE_WEIGHT_NORM_FOLD", "0")
+    with pytest.raises(ValueError, match="vae_weight_norm_fold: .*always folded"):
+        EngineConfig.from_parameters({"model": "m"})
