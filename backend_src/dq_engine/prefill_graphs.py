@@ -1,11 +1,13 @@
 """CUDA graphs of prefill: a step's prompts are padded to the cheapest bucket of (prompts, tokens) that holds them."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 
 from dq_engine.graphs import BatchGraphs, capture, replay_seconds
+from dq_engine.parallel.group import agree_on_least
 from dq_engine.prefill import PrefillArrays, PrefillShape, PromptBatch
 from dq_engine.slot_state import to_device
 
@@ -15,6 +17,9 @@ Bucket = tuple[int, int]
 # Finer than those of the setting's usual value: eight short prompts should not pay for 2,176 tokens.
 _OWN_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 6144)
 _SHORTEST_PROMPT = 8
+# A graph that takes so many times as long as its prompts would without one is not used. Launching kernel by kernel
+# keeps the host busy too, so it has to be much. Our own buckets do not waste so much; those of the setting may.
+_TOO_DEAR = 2.0
 
 
 def parse_buckets(setting: str, most_tokens: int, most_prompts: int) -> list[Bucket]:
@@ -99,6 +104,9 @@ class PrefillGraphs:
             self._graphs[shape] = graph, array, outputs
             self.seconds[shape] = replay_seconds(graph)
             progress(0.5 + count / len(buckets) / 2)
+        began = time.monotonic()
+        forward(shape.split(array), self._encoded)
+        self._launch_seconds = agree_on_least(time.monotonic() - began, patches.device)
 
     @property
     def token_seconds(self) -> list[tuple[int, float]]:
@@ -111,7 +119,7 @@ class PrefillGraphs:
 
         Returns:
             What `forward` gives, the first rows for the batch, and the seconds that the device takes; None without such
-            a bucket.
+            a bucket, or if it is too dear.
         """
         need, shape = batch.shape, self._fit(batch)
         if shape is None:
@@ -134,7 +142,12 @@ class PrefillGraphs:
         return tuple(output[: need.prompts].clone() for output in outputs), seconds
 
     def _fit(self, batch: PromptBatch) -> PrefillShape | None:
-        """The cheapest bucket that holds prompts."""
+        """The cheapest bucket that holds prompts, unless they are clearly cheaper without."""
         need = batch.shape
         fitting = [s for s in self._graphs if s.prompts >= need.prompts and s.tokens >= need.tokens]
-        return min(fitting, key=self.seconds.__getitem__, default=None)
+        shape = min(fitting, key=self.seconds.__getitem__, default=None)
+        if shape is None:
+            return None
+        # Without a graph: as long as the host needs to launch it, or the device for these tokens.
+        eager = max(self._launch_seconds, self.seconds[shape] * need.tokens / shape.tokens)
+        return None if self.seconds[shape] > _TOO_DEAR * eager else shape

@@ -114,7 +114,7 @@ def speak(model: Path, folder: Path, kinds: list[dict], **settings) -> tuple[lis
         for n, fields in enumerate(KINDS + ADAPTED)
         if fields in kinds
     ]
-    config = EngineConfig(model=str(model), device="cpu", threads=1, voices_dir=str(folder), **SETTINGS, **settings)
+    config = EngineConfig(model=str(model), device="cpu", threads=1, voices_dir=str(folder), **{**SETTINGS, **settings})
     with DqCoreEngine(config) as engine:
         engine.voices.register("ann", prompt_latents=PROMPT, prompt_text="well")
         for name in "xy" if engine.config.lora_max_loras else "":
@@ -158,3 +158,13 @@ def test_with_adapters_too(checkpoint, eager, adapters, with_graphs, tmp_path, p
     alone, together, counters = speak(checkpoint(SHAPE)[0], tmp_path, KINDS[:3] + ADAPTED, **settings)
     assert_same(alone + together, 2 * (eager[:3] + eager[len(KINDS) :]))
     assert counters["prefill_graph_fallbacks"] == 0 and counters["prefill_graph_hits"] > 3
+
+
+def test_a_bucket_that_is_far_too_large_is_not_used(checkpoint, eager, with_graphs, tmp_path, monkeypatch):
+    """Of 500 tokens, where a replay takes long: the prompt of 300 runs in it, the short ones without."""
+    monkeypatch.setattr(prefill_graphs, "replay_seconds", lambda graph: 60.0)
+    kinds = [KINDS[0], KINDS[2], KINDS[5]]
+    alone, together, counters = speak(checkpoint(SHAPE)[0], tmp_path, kinds, prefill_buckets="6:500")
+    assert_same(alone + together, 2 * [eager[0], eager[2], eager[5]])
+    assert counters["prefill_graph_hits"] >= 1
+    assert counters["prefill_graph_fallbacks"] >= 2
