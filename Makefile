@@ -64,7 +64,7 @@ test-all: which := slow or not slow
 test test-all: setup-test
 ifeq ($(strip $(PYTEST) $(shell command -v nvidia-smi)),)
 	@failed=0; \
-	OMP_NUM_THREADS=1 $(python) -m pytest --numprocesses 2 --dist loadfile -m "($(which)) and not alone" || failed=1; \
+	OMP_NUM_THREADS=1 $(python) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "($(which)) and not alone" || failed=1; \
 	$(python) -m pytest -m "($(which)) and alone" || failed=1; \
 	exit $$failed
 else

@@ -15,6 +15,7 @@ most, within 6 minutes.
 """
 
 import json
+import math
 import signal
 import sys
 import time
@@ -38,6 +39,7 @@ from load_options import (
     Texts,
     Timeout,
     counts,
+    numbers,
 )
 from plots import plot
 from table import USUAL_CHARACTERS, USUAL_PATCHES, markdown, table
@@ -138,7 +140,9 @@ def main(
         closed, rates, references = QUICK["closed"], QUICK["rates"], QUICK["references"]
         seconds, streams = QUICK["seconds"], QUICK["streams"]
     if max_num_seqs is None:
-        max_num_seqs = max([256, *counts(closed), *(BURST_BESIDE + n for n in counts(bursts))])
+        at_once = [*counts(closed), *(BURST_BESIDE + n for n in counts(bursts))]
+        at_once += [math.ceil(rate * seconds) for rate in numbers(rates)]  # of an engine that ends none meanwhile
+        max_num_seqs = max(256, *at_once)
     options = {
         "rates": rates,
         "bursts": bursts,

@@ -138,10 +138,17 @@ class EngineConfig(BaseSettings):
         return {name.strip(): (path if equals else name).strip() for name, equals, path in pairs}
 
     def of_workers(self) -> list["EngineConfig"]:
-        """The settings of each engine worker: `devices` one by one, each as its `device`."""
+        """The settings of each engine worker: `devices` one by one, each as its `device`, and a trace of its own."""
         names = self.devices.split(",") if self.devices else [self.device]
         names = [f"auto:{name}" if name.isdigit() else name for name in names]
-        return [self.model_copy(update={"device": name}) for name in names]
+        path = Path(self.trace_file)
+        traces = [self.trace_file] * len(names)
+        if self.trace_file and len(names) > 1:
+            traces = [str(path.with_name(f"{path.stem}_{index}{path.suffix}")) for index in range(len(names))]
+        return [
+            self.model_copy(update={"device": name, "trace_file": trace})
+            for name, trace in zip(names, traces, strict=True)
+        ]
 
     @field_validator("*", mode="before")
     @classmethod

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import quality_plot
 import soundfile
 from judge import difference, summary
 from recognizer import Recognizer, errors, in_place
@@ -131,3 +132,19 @@ def test_words_and_samples_are_compared_place_by_place():
     assert errors("the cat sat".split(), []) == errors([], "the cat sat".split()) == 3
     assert difference(np.zeros(3), np.array([0, 0.5, 0])) == 0.5
     assert difference(np.zeros(3), np.zeros(4)) == float("inf")
+
+
+def test_the_picture_shows_each_mode_over_the_load(tmp_path, monkeypatch):
+    drawn, real = [], quality_plot.plt.Axes.plot
+
+    def noting(axes, x, y, **options):
+        drawn.append((options["label"], list(x), list(y)))
+        return real(axes, x, y, **options)
+
+    monkeypatch.setattr(quality_plot.plt.Axes, "plot", noting)
+    right = {"words_right": 0.75, "voice_right": None, "stopped_in_time": 1.0}
+    rows = [{"streams": streams, "modes": {"control": right, "reference": right}} for streams in (1, 32)]
+    quality_plot.plot(rows, tmp_path / "quality.png")
+    assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
+    modes = ("control", "reference")  # and nothing where a figure is of no sense in a mode
+    assert drawn == [(m, [1, 32], [value, value]) for value in (75, 100) for m in modes]

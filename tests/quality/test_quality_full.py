@@ -17,8 +17,8 @@ from utterances import PROMPTS, RECORDINGS, make_utterances
 from dq_engine.engine import DqCoreEngine, EngineConfig, Request
 
 SMALL = ROOT / "models" / "small"
-SENTENCES = int(os.environ.get("QUALITY_SENTENCES", "100"))
-"""1,000 take 25 minutes of 2 cores; these take 4."""
+SENTENCES = int(os.environ.get("QUALITY_SENTENCES", "1000"))
+"""They take 25 minutes of 2 cores."""
 
 
 @pytest.mark.slow

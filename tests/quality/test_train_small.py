@@ -53,6 +53,10 @@ def test_the_shipped_checkpoint_is_what_the_stages_write(tmp_path):
         assert tokenizer.convert_tokens_to_ids(tokenizer.tokenize(text)) == tokens(text)
 
 
+def test_what_ships_is_small():
+    assert sum(path.stat().st_size for path in SMALL.parent.rglob("*") if path.is_file()) <= 24e6
+
+
 def test_resampling_keeps_what_both_rates_can_hold():
     taps = low_pass(CPU)
     time = torch.arange(3200) / 16000

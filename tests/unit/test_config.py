@@ -23,7 +23,10 @@ def test_a_variable_that_no_setting_has_is_a_warning_that_names_it(monkeypatch, 
 def test_each_worker_knows_its_device_and_all_devices():
     workers = EngineConfig(model="m", devices="0,cpu").of_workers()
     assert [(worker.device, worker.devices) for worker in workers] == [("auto:0", "0,cpu"), ("cpu", "0,cpu")]
-    (worker,) = EngineConfig(model="m", device="cpu").of_workers()
+    traced = EngineConfig(model="m", devices="0,cpu", trace_file="/tmp/steps.json").of_workers()
+    assert [worker.trace_file for worker in traced] == ["/tmp/steps_0.json", "/tmp/steps_1.json"]
+    (worker,) = EngineConfig(model="m", device="cpu", trace_file="/tmp/steps.json").of_workers()
+    assert worker.trace_file == "/tmp/steps.json"
     assert (worker.device, worker.devices) == ("cpu", "")
 
 
