@@ -168,7 +168,7 @@ def test_voices_from_audio_and_from_latents(server, client, voice):
     stored = admin(client, "register_voice", {"name": "ann"}, payload=voice)
     assert (stored["name"], stored["reference_frames"], stored["prompt_frames"]) == ("ann", 28, 0)
     sent = latents(server, {"reference_audio": voice})
-    np.testing.assert_allclose(latents(server, {"voice": "ann"}), sent, atol=1e-5)
+    np.testing.assert_allclose(latents(server, {"voice": "ann"}), sent, atol=1e-4)
 
     text = "a few words"
     both = {"name": "both", "prompt_audio": base64.b64encode(voice).decode(), "prompt_text": text}
@@ -185,7 +185,7 @@ def test_voices_from_audio_and_from_latents(server, client, voice):
     kept = admin(client, "register_voice", arguments, payload=made.tobytes())
     assert kept["prompt_frames"] == len(made)
     fields = {"prompt_latents": made, "prompt_text": TEXT}
-    np.testing.assert_allclose(latents(server, {"voice": "designed"}), latents(server, fields), atol=1e-5)
+    np.testing.assert_allclose(latents(server, {"voice": "designed"}), latents(server, fields), atol=1e-4)
 
     assert refusal(client, "register_voice", {"name": "more"}, payload=voice) == (
         "UNAVAILABLE: 3 voices are stored, the limit is voices_max_count"

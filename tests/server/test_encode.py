@@ -48,7 +48,7 @@ def test_latents_are_what_the_audio_is(server, client, voice, purpose):
     fields |= {"prompt_text": "a word"} if purpose == "prompt" else {}
     given = speak(server, fields | {f"{purpose}_latents": latents})[-1]
     sent = speak(server, fields | {f"{purpose}_audio": voice})[-1]
-    np.testing.assert_allclose(given.as_numpy("latents"), sent.as_numpy("latents"), atol=1e-5)
+    np.testing.assert_allclose(given.as_numpy("latents"), sent.as_numpy("latents"), atol=1e-4)
     other = encode(client, voice, "prompt" if purpose == "reference" else "reference")[0]
     assert not np.allclose(latents, other, atol=1e-3)
 

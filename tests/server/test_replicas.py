@@ -80,7 +80,7 @@ def test_each_sees_what_the_other_keeps_removes_and_keeps_anew(servers, recordin
     admin(one, "register_voice", recordings[0], name="ann")
     within_two_seconds(lambda: names(other) == ["ann"])
     for server in servers:
-        np.testing.assert_allclose(latents(server, voice="ann"), low, atol=1e-5)
+        np.testing.assert_allclose(latents(server, voice="ann"), low, atol=1e-4)
 
     with Talk(one, LONG | {"voice": "ann"}) as talk:
         talk.next()
@@ -91,11 +91,11 @@ def test_each_sees_what_the_other_keeps_removes_and_keeps_anew(servers, recordin
 
     admin(other, "register_voice", recordings[1], name="ann")
     for server in servers:  # the first had the old one in memory
-        np.testing.assert_allclose(latents(server, voice="ann"), high, atol=1e-5)
+        np.testing.assert_allclose(latents(server, voice="ann"), high, atol=1e-4)
     admin(one, "delete_voice", name="ann")
     admin(one, "register_voice", recordings[0], name="ann")
     for server in servers:
-        np.testing.assert_allclose(latents(server, voice="ann"), low, atol=1e-5)
+        np.testing.assert_allclose(latents(server, voice="ann"), low, atol=1e-4)
     admin(other, "delete_voice", name="ann")
     assert names(one) == names(other) == []
 
@@ -140,6 +140,6 @@ def test_a_folder_that_goes_away_and_comes_back(servers, recordings, folder):
         assert latents(server).shape == (12, 64)
     shutil.copytree(away, folder)  # with other numbers of files and folders
     for server in servers:
-        np.testing.assert_allclose(latents(server, voice="ann"), known, atol=1e-5)
+        np.testing.assert_allclose(latents(server, voice="ann"), known, atol=1e-4)
     admin(other, "delete_voice", name="ann")
     assert names(one) == []

@@ -46,7 +46,7 @@ def test_a_recording_is_encoded_beside_running_streams(supervisor, tmp_path):
         Collector(supervisor, Request(text=TEXT, seed=1, max_generate_length=2, return_latents=True, **fields)).rest()
         for fields in ({"reference_latents": latents}, {"reference_audio": audio})
     )
-    np.testing.assert_allclose(given[-1][1].latents, sent[-1][1].latents, atol=1e-5)
+    np.testing.assert_allclose(given[-1][1].latents, sent[-1][1].latents, atol=1e-4)
 
 
 def test_errors_of_calls(supervisor):

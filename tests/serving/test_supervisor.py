@@ -66,8 +66,8 @@ def test_a_stream_and_the_same_in_one_piece(supervisor):
     assert last.latents.shape == (4 * patches, 64)
 
     ((_, whole),) = Collector(supervisor, request, stream=False).rest()
-    np.testing.assert_allclose(np.frombuffer(whole.audio, np.float32), samples, atol=1e-5)
-    np.testing.assert_allclose(whole.latents, last.latents, atol=1e-5)
+    np.testing.assert_allclose(np.frombuffer(whole.audio, np.float32), samples, atol=1e-4)
+    np.testing.assert_allclose(whole.latents, last.latents, atol=1e-4)
 
     # The last latents continue it: they travel to the worker as they came from it.
     prompt = Request(text=TEXT, prompt_text=TEXT, prompt_latents=whole.latents, max_generate_length=2)
