@@ -11,12 +11,12 @@ import time
 import zipfile
 from pathlib import Path
 
-import psutil
 import pytest
 import stand_in_model
 import tritonclient.grpc as grpcclient
 import yaml
 from packaging.requirements import Requirement
+from reference.processes import processes_below
 from triton_server import TritonServer
 
 from dq_engine.config import EngineConfig
@@ -278,8 +278,7 @@ def test_the_repository_serves_from_where_the_image_has_it_and_its_health_is_the
         settings = {**os.environ, "PATH": path, "VOXCPM_URL": server.grpc_url}
         drained = subprocess.run(drain, env=settings, capture_output=True, text=True, timeout=60)
         assert (drained.returncode, yaml.safe_load(drained.stdout), drained.stderr) == (0, {"draining": True}, "")
-        below = psutil.Process(server.pid).children(recursive=True)
-        (worker,) = (p for p in below if "dq_engine.serving.worker" in p.cmdline())
+        (worker,) = processes_below(server.pid, "dq_engine.serving.worker")
         worker.kill()
         ends = time.monotonic() + 10
         while is_healthy(server.metrics_port):  # until it is back, which takes seconds

@@ -18,6 +18,7 @@ import soundfile
 from forwarder import Forwarder
 from loopback_hub import COMMIT, LoopbackHub
 from PIL import Image
+from reference.processes import processes_below
 from triton_server import ROOT
 from wav import read_wav
 
@@ -183,13 +184,12 @@ def test_ctrl_c_stops_the_server(tmp_path):
         text=True,
     )
     try:
-        demo_process = psutil.Process(process.pid)
         end = time.monotonic() + 60
-        while not any("tritonserver" in child.name() for child in demo_process.children(recursive=True)):
+        while not processes_below(process.pid, "tritonserver"):
             assert time.monotonic() < end
             time.sleep(0.1)
         time.sleep(1)
-        children = demo_process.children(recursive=True)
+        children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=20)
     finally:

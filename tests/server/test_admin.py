@@ -16,10 +16,10 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 from reference.adapters import AdapterShape, random_weights, write_adapter
+from reference.processes import processes_below
 from reference.recordings import write_voice
 from safetensors import safe_open
 from talk import TEXT, Talk, inputs, is_final, speak, wait_until
@@ -301,11 +301,7 @@ def test_adapters(server, client, folder):
 def test_a_worker_that_dies_comes_back_with_the_adapters(server, client):
     admin(client, "register_lora", {"name": "loud", "path": "loud"})
     loud = latents(server, {"lora": "loud"})
-    (worker,) = [
-        process
-        for process in psutil.Process(server.pid).children(recursive=True)
-        if "dq_engine.serving.worker" in process.cmdline()
-    ]
+    (worker,) = processes_below(server.pid, "dq_engine.serving.worker")
     os.kill(worker.pid, signal.SIGKILL)
 
     def again() -> bool:

@@ -7,8 +7,8 @@ import signal
 import time
 
 import numpy as np
-import psutil
 import pytest
+from reference.processes import processes_below
 from talk import LONG, TEXT, Talk, metrics, samples, speak, wait_until
 from triton_server import ROOT, TritonServer
 from tritonclient.utils import InferenceServerException
@@ -28,8 +28,7 @@ def gauge(server: TritonServer, name: str, worker: int) -> float:
 
 
 def workers(server: TritonServer) -> set[int]:
-    below = psutil.Process(server.pid).children(recursive=True)
-    return {p.pid for p in below if "dq_engine.serving.worker" in " ".join(p.cmdline())}
+    return {process.pid for process in processes_below(server.pid, "dq_engine.serving.worker")}
 
 
 @pytest.mark.slow

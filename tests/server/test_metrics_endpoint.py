@@ -10,6 +10,7 @@ import urllib.request
 
 import psutil
 import pytest
+from reference.processes import processes_below
 from talk import LONG, SAMPLES_PER_PATCH, TEXT, Talk, metrics, samples, speak, wait_until
 from triton_server import ROOT, TritonServer
 
@@ -160,9 +161,5 @@ def _document() -> str:
 
 
 def _worker(server: TritonServer) -> psutil.Process:
-    (worker,) = (
-        process
-        for process in psutil.Process(server.pid).children(recursive=True)
-        if "dq_engine.serving.worker" in " ".join(process.cmdline())
-    )
+    (worker,) = processes_below(server.pid, "dq_engine.serving.worker")
     return worker
