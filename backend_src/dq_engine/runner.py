@@ -11,6 +11,7 @@ import torch
 
 from dq_engine.attention.base import BLOCK_SIZE, PagedMetadata
 from dq_engine.graphs import BatchGraphs
+from dq_engine.marks import mark
 from dq_engine.model.backbone import Backbone, PromptTokens
 from dq_engine.model.checkpoint import Checkpoint
 from dq_engine.model.diffusion import Diffusion
@@ -160,9 +161,9 @@ class Runner:
             self.state.extend_block_tables(step.grown)
         mu, stop, seconds, prompts = None, None, 0.0, None
         if step.prefills:
-            began = self._mark()
+            began = mark(self.device)
             mu, stop, seconds = self._prefill(step.prefills)
-            prompts = began, self._mark()
+            prompts = began, mark(self.device)
         slots = [s.slot for s in step.sampled]
         if not slots:
             return None
@@ -264,13 +265,6 @@ class Runner:
         )
         with self._lora.decoding(self.state.adapters[slots]) if adapters else contextlib.nullcontext():
             return self.backbone.decode(self.state.condition[slots], positions)
-
-    def _mark(self) -> torch.cuda.Event | float:
-        if self.device.type != "cuda":
-            return time.monotonic()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def _upload(self, array: np.ndarray) -> torch.Tensor:
         return to_device(array, self.device)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dq_engine.marks import Mark, seconds_between
+
 
 @dataclass
 class StepOutput:
@@ -17,7 +19,7 @@ class StepOutput:
         latents_host: float32 [R, patch_size, feat_dim], likewise.
         ready: None on a CPU.
         launched_at: when the host began with it, by time.monotonic().
-        prompts: marks before and after the prompts on the device, seconds of a clock on a CPU; None without any.
+        prompts: marks before and after the prompts; None without any.
         least_seconds: what the device surely needs for it, by its graphs; 0 where that is not known.
         host_seconds: what the host took to decide on it and to launch it.
     """
@@ -29,7 +31,7 @@ class StepOutput:
     ready: torch.cuda.Event | None
     launched_at: float
     least_seconds: float
-    prompts: tuple[torch.cuda.Event | float, torch.cuda.Event | float] | None
+    prompts: tuple[Mark, Mark] | None
     host_seconds: float = 0.0
 
     @property
@@ -40,10 +42,7 @@ class StepOutput:
     @property
     def prefill_seconds(self) -> float:
         """What the device took for the step's prompts, once it has been waited for."""
-        if self.prompts is None:
-            return 0.0
-        begin, end = self.prompts
-        return end - begin if self.ready is None else 1e-3 * begin.elapsed_time(end)
+        return 0.0 if self.prompts is None else seconds_between(*self.prompts)
 
     def wait(self) -> tuple[list[bool], np.ndarray]:
         """Wait for the step; its stop flags and its latents."""

@@ -1,7 +1,6 @@
 """The decoding stage: new latents of all streams of a step, in one batch, beside the next step."""
 
 import contextlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,6 +8,7 @@ import numpy as np
 import torch
 
 from dq_engine.graphs import BatchGraphs
+from dq_engine.marks import Mark, mark, seconds_between
 from dq_engine.slot_state import to_device
 from dq_engine.vae.decoder import StreamingDecoder
 
@@ -23,15 +23,13 @@ class DecodedStep:
     """
 
     audio: torch.Tensor
-    began: torch.cuda.Event | float
-    ready: torch.cuda.Event | float
+    began: Mark
+    ready: Mark
 
     @property
     def seconds(self) -> float:
         """How long it took, once it has been waited for."""
-        if isinstance(self.ready, float):
-            return self.ready - self.began
-        return 1e-3 * self.began.elapsed_time(self.ready)
+        return seconds_between(self.began, self.ready)
 
     def wait(self) -> np.ndarray:
         if not isinstance(self.ready, float):
@@ -119,22 +117,15 @@ class VaeStage:
         if self.cuda_stream is not None:
             self.cuda_stream.wait_stream(torch.cuda.current_stream(self.device))
         with self._on_stream():
-            began = self._mark()
+            began = mark(self.device, self.cuda_stream)
             audio = self._decode(slots, latents)
             if self.cuda_stream is None:
-                return DecodedStep(audio, began, self._mark())
+                return DecodedStep(audio, began, mark(self.device, self.cuda_stream))
             # The allocator must not hand these to the main stream before this one has read them.
             slots.record_stream(self.cuda_stream)
             latents.record_stream(self.cuda_stream)
             host = torch.empty(audio.shape, pin_memory=True).copy_(audio, non_blocking=True)
-            return DecodedStep(host, began, self._mark())
-
-    def _mark(self) -> torch.cuda.Event | float:
-        if self.cuda_stream is None:
-            return time.monotonic()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self.cuda_stream)
-        return event
+            return DecodedStep(host, began, mark(self.device, self.cuda_stream))
 
     def _decode(self, slots: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
         if self._graphs is None:
