@@ -28,6 +28,7 @@ from load import BURST_BESIDE
 from load_options import (
     Bursts,
     Closed,
+    Entrypoint,
     Lengths,
     MaxNumSeqs,
     Memory,
@@ -122,9 +123,7 @@ def main(
     max_num_seqs: MaxNumSeqs = None,
     memory: Memory = 0.6,
     timeout: Timeout = 60,
-    entrypoint: Annotated[
-        Path, typer.Option(help="what starts tritonserver, as docker/entrypoint.sh does")
-    ] = ENTRYPOINT,
+    entrypoint: Entrypoint = ENTRYPOINT,
     engine_timeout: Annotated[float, typer.Option(min=1, help="seconds for one engine, its start included")] = 280,
     seed: Seed = 0,
     quick: Annotated[bool, typer.Option(help=f"as with {' '.join(f'--{k} {v}' for k, v in QUICK.items())}")] = False,

@@ -19,17 +19,17 @@ import typer
 from drivers import TritonDriver
 from load import measure
 from load_options import Characters, Patches, Seed, Timeout, span
-from workload import make_jobs
+from workload import Range, make_jobs
 
 
-async def listen(url: str, count: int, characters: str, patches: str, timeout_s: float, seed: int) -> Counter[str]:
+async def listen(url: str, count: int, characters: Range, patches: Range, timeout_s: float, seed: int) -> Counter[str]:
     """How often what went wrong, and streams that were heard to their "end", until SIGTERM."""
     driver, ended = TritonDriver(url), Counter()
     await driver.start()
 
     async def listener(index: int) -> None:
         for number in numbers():
-            (job,) = make_jobs(1, span(characters), span(patches), 0, f"{seed} {index} {number}")
+            (job,) = make_jobs(1, characters, patches, 0, f"{seed} {index} {number}")
             record = await measure(driver, job, time.perf_counter(), timeout_s)
             ended[record.message if record.failure else "end"] += 1
             if record.failure:
@@ -57,7 +57,8 @@ def main(
     seed: Seed = 0,
 ) -> None:
     """Keep so many streams running."""
-    print(json.dumps(asyncio.run(listen(url, count, characters, patches, timeout, seed))), flush=True)
+    ended = asyncio.run(listen(url, count, span(characters), span(patches), timeout, seed))
+    print(json.dumps(ended), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Options that load.py and compare.py share, and what is written in them."""
+"""Options that several commands under benchmark/ share, and what is written in them."""
 
 import math
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -49,4 +50,5 @@ Streams = Annotated[int, typer.Option(min=1, help="fewest streams that a closed 
 MaxNumSeqs = Annotated[int | None, typer.Option(min=1, help="of the engine; its own default if not given")]
 Memory = Annotated[float, typer.Option(min=0.01, max=1, help="gpu_memory_utilization of the engine")]
 Timeout = Annotated[float, typer.Option(min=0.1, max=3600, help="seconds after which a stream is given up")]
+Entrypoint = Annotated[Path, typer.Option(help="what starts tritonserver, as docker/entrypoint.sh does")]
 Seed = Annotated[int, typer.Option(help="of texts, references, lengths and arrivals")]

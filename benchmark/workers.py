@@ -21,9 +21,9 @@ from typing import Annotated
 
 import typer
 from compare import ENTRYPOINT
-from load_options import Characters, Memory, Patches, Seed
+from load_options import Characters, Entrypoint, Memory, Patches, Seed
 from prometheus_client.parser import text_string_to_metric_families
-from triton_server import TritonServer  # load.py has put tools/ on the path
+from triton_server import TritonServer  # compare.py has put tools/ on the path
 
 LISTENERS = Path(__file__).resolve().with_name("listeners.py")
 PER_PROCESS = 64
@@ -102,9 +102,7 @@ def main(
     seconds: Annotated[float, typer.Option(min=2, help="of measuring")] = 10,
     settle: Annotated[float, typer.Option(min=0, help="seconds before")] = 5,
     memory: Memory = 0.6,
-    entrypoint: Annotated[
-        Path, typer.Option(help="what starts tritonserver, as docker/entrypoint.sh does")
-    ] = ENTRYPOINT,
+    entrypoint: Entrypoint = ENTRYPOINT,
     ready_timeout: Annotated[float, typer.Option(min=1, help="seconds for a server's start")] = 280,
     seed: Seed = 0,
     out: Annotated[Path, typer.Option(help="folder of the results; replaces earlier ones")] = Path("build/workers"),
