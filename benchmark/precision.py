@@ -3,16 +3,17 @@
 
     python3 benchmark/precision.py CHECKPOINT
     python3 benchmark/precision.py CHECKPOINT --engines engine --streams 4 --patches 20
-    python3 benchmark/precision.py CHECKPOINT --streams 64 --tensor-parallel 2
+    python3 benchmark/precision.py CHECKPOINT --streams 256 --tensor-parallel 2
 
 dq_engine in float32, without graphs and with PyTorch's own attention, speaks first. Then each engine, as it serves,
 makes the same patches from the same noise, and whatever it makes, the float32 patch is what it is fed next: so an error
 is that of one step. Half of the streams clone a reference. The AudioVAE is compared by itself, on the float32 latents.
-With --tensor-parallel each engine runs on several GPUs, and each stream makes one patch, without noise.
+With --tensor-parallel each engine runs on several GPUs, and each stream makes one patch: take many streams.
 Each engine has a process of its own; into --out go precision.json and the engines' logs.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -36,7 +37,7 @@ def jobs_of(streams: int, patches: int) -> list[Job]:
 
 
 def engine_speaks(
-    model: str, jobs: list[Job], fed: np.ndarray | None, temperature: float, **settings: object
+    model: str, jobs: list[Job], fed: np.ndarray | None, **settings: object
 ) -> tuple[np.ndarray, np.ndarray]:
     """What dq_engine makes of the jobs.
 
@@ -68,7 +69,6 @@ def engine_speaks(
                     text=job.text,
                     reference_latents=job.reference_latents,
                     seed=seed,
-                    temperature=temperature,
                     min_generate_length=job.patches,
                     max_generate_length=job.patches,
                     return_latents=True,
@@ -96,16 +96,16 @@ def engine_vocodes(model: str, latents: np.ndarray) -> np.ndarray:
         return torch.cat([decoder.decode(patch, slots) for patch in patches], dim=1).float().cpu().numpy()
 
 
-def nano_speaks(
-    model: str, jobs: list[Job], fed: np.ndarray, temperature: float, gpus: int
-) -> tuple[np.ndarray, np.ndarray]:
+def nano_speaks(model: str, jobs: list[Job], fed: np.ndarray, gpus: int) -> tuple[np.ndarray, np.ndarray]:
     """What the stock engine makes of the jobs, and the audio that its AudioVAE makes of `fed`; as `engine_speaks`."""
+    from nano_noise import SameNoiseRunner
     from nanovllm_voxcpm.config import Config
+    from nanovllm_voxcpm.models.voxcpm2 import engine as nano
     from nanovllm_voxcpm.models.voxcpm2.config import VoxCPM2Config
-    from nanovllm_voxcpm.models.voxcpm2.engine import VoxCPM2Engine
 
     sys.path.append(str(Path(__file__).resolve().parent.parent / "backend_src"))
-    engine = VoxCPM2Engine(
+    nano.VoxCPM2Runner = SameNoiseRunner
+    engine = nano.VoxCPM2Engine(
         Config(
             model=model,
             max_num_seqs=len(jobs),
@@ -115,22 +115,7 @@ def nano_speaks(
             tensor_parallel_size=gpus,
         )
     )
-    runner, made = engine.model_runner, np.empty_like(fed)
-    run_model, keep = runner.run_model, engine.postprocess_seq
-    rows: list[tuple[int, int]] = []
-    preprocess = engine.preprocess_seq
-
-    def note_row(sequence, is_prefill):
-        rows.append((int(sequence.seq_id), len(sequence.custom_payload.generated_waveforms)))
-        return preprocess(sequence, is_prefill)
-
-    def run_with_noise(inputs, is_prefill):
-        from dq_engine.noise import patch_noise  # after the engine: dq_engine changes nano-vllm-voxcpm
-
-        seeds, steps = torch.tensor(rows, device="cuda").unbind(1)
-        inputs["z_noise"] = patch_noise(seeds, steps, runner.patch_size, runner.feat_dim).to(runner.dtype)
-        rows.clear()
-        return run_model(inputs, is_prefill)
+    runner, made, keep = engine.model_runner, np.empty_like(fed), engine.postprocess_seq
 
     def force(sequence, outputs, is_prefill):
         stream, patch = int(sequence.seq_id), len(sequence.custom_payload.generated_waveforms)
@@ -139,16 +124,15 @@ def nano_speaks(
         sequence.custom_payload.feats[-1] = fed[stream, patch][None]
 
     engine.postprocess_seq = force
-    if temperature:
-        runner.run_model, engine.preprocess_seq = run_with_noise, note_row
     for stream, job in enumerate(jobs):
         engine.add_request(
             str(stream),
             job.text,
             ref_audio_latents=job.reference_latents,
             max_generate_length=job.patches,
-            temperature=temperature,
+            temperature=1.0,
             cfg_value=2.0,
+            seed=stream,
         )
     with torch.inference_mode():
         while not engine.is_finished():
@@ -181,7 +165,7 @@ def main(
     if part:
         arrays = measure_part(part, model, jobs, tensor_parallel, out)
         np.savez(out / f"{part}.npz", **arrays)
-        return
+        os._exit(0)  # nano-vllm-voxcpm's end, at the interpreter's, hangs when graphs hold NCCL's communicator
     names = engines.split(",")
     if unknown := [name for name in names if name not in ENGINES]:
         raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(ENGINES)}")
@@ -210,18 +194,17 @@ def main(
 
 def measure_part(part: str, model: str, jobs: list[Job], gpus: int, out: Path) -> dict[str, np.ndarray]:
     """What one process computes."""
-    temperature = 1.0 if gpus == 1 else 0.0  # of several processes only the first could be given other noise
     if part == "float32":
         settings = {"dtype": "float32", "attention": "sdpa", "enforce_eager": True}
-        latents, audio = engine_speaks(model, jobs, None, temperature, **settings)
+        latents, audio = engine_speaks(model, jobs, None, **settings)
         return {"latents": latents, "audio": audio}
     with np.load(out / "float32.npz") as exact:
         fed = exact["latents"]
     if part == "nano":
-        latents, audio = nano_speaks(model, jobs, fed, temperature, gpus)
+        latents, audio = nano_speaks(model, jobs, fed, gpus)
     else:
         forced = fed if gpus == 1 else None
-        latents, _ = engine_speaks(model, jobs, forced, temperature, tensor_parallel_size=gpus)
+        latents, _ = engine_speaks(model, jobs, forced, tensor_parallel_size=gpus)
         audio = engine_vocodes(model, fed)
     return {"latents": latents, "audio": audio}
 

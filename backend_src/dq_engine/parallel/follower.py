@@ -6,6 +6,7 @@ Standard input: a line of JSON (config, path, rank), then messages. Its end mean
 ended, and this process ends at once.
 """
 
+import gc
 import json
 import logging
 import os
@@ -56,6 +57,8 @@ def main() -> None:
     threading.Thread(target=_receive, args=(pipe, messages), name="dq-receive", daemon=True).start()
     try:
         parts = load(config, Path(first["path"]), lambda stage, fraction: None, Rank(*first["rank"]))
+        gc.collect()
+        gc.freeze()  # as in the leader, which would wait too
         follow(parts.runner, messages)
     except Exception:
         logger.exception("a process of a tensor-parallel engine failed")
