@@ -27,6 +27,7 @@ from workload import Job, Range, make_jobs
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 REFERENCE_S = 4.0
 ENGINES = ("nano", "engine")
+MOST_AT_ONCE = 64
 
 
 def jobs_of(streams: int, patches: int) -> list[Job]:
@@ -50,7 +51,10 @@ def engine_speaks(
     """
     from dq_engine.engine import DqCoreEngine, EngineConfig, Request
 
-    config = EngineConfig(model=model, max_num_seqs=len(jobs), gpu_memory_utilization=0.6, realtime=False, **settings)
+    at_once = min(len(jobs), MOST_AT_ONCE)
+    config = EngineConfig(
+        model=model, max_num_seqs=at_once, gpu_memory_utilization=0.6, realtime=False, queue_timeout_s=200, **settings
+    )
     with DqCoreEngine(config) as engine:
         runner = engine._runner
         if fed is not None:
@@ -108,7 +112,7 @@ def nano_speaks(model: str, jobs: list[Job], fed: np.ndarray, gpus: int) -> tupl
     engine = nano.VoxCPM2Engine(
         Config(
             model=model,
-            max_num_seqs=len(jobs),
+            max_num_seqs=min(len(jobs), MOST_AT_ONCE),
             gpu_memory_utilization=0.6,
             model_config=VoxCPM2Config.model_validate_json((Path(model) / "config.json").read_text()),
             devices=list(range(gpus)),
@@ -137,10 +141,13 @@ def nano_speaks(model: str, jobs: list[Job], fed: np.ndarray, gpus: int) -> tupl
     with torch.inference_mode():
         while not engine.is_finished():
             engine.step()
-        decoder, names = runner.vae_streaming_decoder, [f"again {stream}" for stream in range(len(jobs))]
-        patches = torch.from_numpy(fed).to("cuda", runner.vae_dtype).transpose(2, 3).unbind(1)
-        audio = [decoder.decode_chunks(patch, names, [None] * len(jobs))[:, 0].float().cpu() for patch in patches]
-    return made, torch.cat(audio, dim=1).numpy()
+        decoder, audio = runner.vae_streaming_decoder, []
+        for names in np.array_split(np.arange(len(jobs)), -(-len(jobs) // MOST_AT_ONCE)):
+            patches = torch.from_numpy(fed[names]).to("cuda", runner.vae_dtype).transpose(2, 3).unbind(1)
+            again = [f"again {stream}" for stream in names]
+            chunks = [decoder.decode_chunks(patch, again, [None] * len(names))[:, 0] for patch in patches]
+            audio.append(torch.cat(chunks, dim=1).float().cpu())
+    return made, torch.cat(audio).numpy()
 
 
 def relative(made: np.ndarray, exact: np.ndarray) -> float:
@@ -152,7 +159,7 @@ def relative(made: np.ndarray, exact: np.ndarray) -> float:
 def main(
     model: Annotated[str, typer.Argument(help="checkpoint directory")],
     engines: Annotated[str, typer.Option(help="in this order")] = "nano,engine",
-    streams: Annotated[int, typer.Option(min=2, help="at once")] = 8,
+    streams: Annotated[int, typer.Option(min=2, help=f"of which up to {MOST_AT_ONCE} run at once")] = 8,
     patches: Annotated[int, typer.Option(min=1, help="of each stream")] = 100,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs of each engine")] = 1,
     engine_timeout: Annotated[float, typer.Option(min=1, help="seconds for one engine, its start included")] = 200,

@@ -105,6 +105,9 @@ def _load(
     if rank is not None:
         rank.join(device)
     checkpoint = load_checkpoint(path, device, dtype, config.inference_timesteps, progress, lora)
+    if checkpoint.lora is not None:
+        progress("compiling the kernels of adapters", 0.0)
+        checkpoint.lora.compile_kernels()
     max_model_len = _max_model_len(config, checkpoint)
     runner = runner_kind(checkpoint, config.attention, config.inference_timesteps, max_num_seqs, max_model_len)
     # Half precision is 55 dB from float32 in the AudioVAE (tests/gpu); who asks for float32 gets it throughout.

@@ -49,13 +49,17 @@ class PrefillShape:
 
     @property
     def size(self) -> int:
-        return sum(self._lengths())
+        return self._ends()[-1]
 
     def split(self, array: np.ndarray | torch.Tensor) -> PrefillArrays:
         """Views of the parts of an array [size]."""
-        ends = np.cumsum(self._lengths()).tolist()
-        parts = [array[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+        begins = [0, *self._ends()[:-1]]
+        parts = [array[begin : begin + length] for begin, length in zip(begins, self._lengths(), strict=True)]
         return PrefillArrays(*parts[:-1], parts[-1].reshape(-1, 2))
+
+    def _ends(self) -> list[int]:
+        """Of each part, up to a multiple of 16 bytes: Triton compiles a kernel anew for an address that is none."""
+        return np.cumsum([length + length % 2 for length in self._lengths()]).tolist()
 
     def _lengths(self) -> list[int]:
         return [*[self.tokens] * 4, *[self.prompts] * 3, self.prompts + 1, 2 * self.tiles]

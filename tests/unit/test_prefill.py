@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from unit.sequences import make_sequence
@@ -56,6 +57,17 @@ def test_padding_is_nobodys():
     assert not parts.patch_index[20:].any() and not parts.context_lens[1:].any()
     assert set(parts.query_starts[2:]) == {20}, "no prompt has more tokens"
     assert (parts.tiles[2:] == -1).all()
+
+
+@given(st.integers(1, 9), st.integers(1, 99), st.integers(1, 20))
+def test_parts_of_an_array_begin_at_16_bytes(prompts, tokens, tiles):
+    shape = PrefillShape(prompts, tokens, tiles)
+    array = torch.arange(shape.size)
+    parts = shape.split(array)
+    assert [len(part) for part in parts] == [tokens] * 4 + [prompts] * 3 + [prompts + 1, tiles]
+    places = [place for part in parts for place in part.flatten().tolist()]
+    assert len(places) == len(set(places)), "parts overlap"
+    assert not any(part.data_ptr() % 16 for part in parts), "Triton would compile its kernels anew for these addresses"
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=20), st.integers(1, 128))

@@ -260,6 +260,15 @@ def launch_together(
     )  # fmt: skip
 
 
+def compile_kernels(a: torch.Tensor, b: torch.Tensor, sizes: Sequence[int]) -> None:
+    """Have all that `lora_add` may launch for such matrices compiled; arguments as of `lora_add_torch`."""
+    x, y = a.new_empty(2, a.size(3)), a.new_empty(2, sum(sizes))
+    for copies in 1, 2:
+        for tiles in 1, _FEW_TILES + 1, 1 + 2 * _ENOUGH_PROGRAMS * _WIDE_N // sum(sizes):
+            nobody = torch.full((tiles, 3), -1, device=a.device)
+            lora_add(y, x, a, b, sizes, AdapterRows(2, nobody, copies))
+
+
 def _shape(rows: AdapterRows, rank: int, dtype: torch.dtype) -> tuple[tuple[int, int, int], str]:
     """ROWS, COPIES and RANK of the kernels, and their PRECISION."""
     precision = "ieee" if dtype == torch.float32 else "tf32"

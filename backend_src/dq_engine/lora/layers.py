@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dq_engine.kernels.lora import equal_tiles, prompt_tiles
+from dq_engine.kernels.lora import compile_kernels, equal_tiles, prompt_tiles
 from dq_engine.nano import LoRAConfig, LoraLayer, VoxCPM2Model, adapter_rows, lora_layers
 
 logger = logging.getLogger(__name__)
@@ -133,6 +133,11 @@ class LoraLayers:
         if self.device.type == "cuda":
             _pin(weights)
         return weights
+
+    def compile_kernels(self) -> None:
+        """Compile the kernels, which a prompt may need first while others speak: prompts run without graphs too."""
+        for layer, a, b in self._matrices(self._storage):
+            compile_kernels(a, b, layer.sizes)
 
     @contextlib.contextmanager
     def decoding(self, adapters: torch.Tensor) -> Iterator[None]:
