@@ -3,14 +3,16 @@
 import difflib
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, SettingsConfigDict
 
 from dq_engine.errors import CheckpointError
+from dq_engine.prefill_buckets import parse_buckets
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class EngineConfig(BaseSettings):
     attention: Literal["auto", "sdpa"] = Field(
         default="auto", description="auto uses kernels of our own on a GPU, where they take the dtype and the heads"
     )
-    threads: int = Field(default=0, ge=0, description="CPU threads of one operation; 0 = half of the cores")
+    threads: int = Field(default=0, ge=0, le=1024, description="CPU threads of one operation; 0 = half of the cores")
     inference_timesteps: int = Field(default=10, ge=1, le=100, description="Euler steps of the diffusion, per patch")
     max_num_seqs: int | None = Field(
         default=None, ge=1, le=4096, description="streams at once; 512 on a GPU, 16 on a CPU"
@@ -133,9 +135,8 @@ class EngineConfig(BaseSettings):
 
     @property
     def adapters_to_preload(self) -> dict[str, str]:
-        """Paths by name, from `lora_preload`: name=path,name=path; a name alone is its own path."""
-        pairs = [part.partition("=") for part in self.lora_preload.split(",") if part.strip()]
-        return {name.strip(): (path if equals else name).strip() for name, equals, path in pairs}
+        """Paths by name, from `lora_preload`."""
+        return dict(_names_and_paths(self.lora_preload))
 
     def of_workers(self) -> list["EngineConfig"]:
         """The settings of each engine worker: `devices` one by one, each as its `device`, and a trace of its own."""
@@ -163,6 +164,22 @@ class EngineConfig(BaseSettings):
             raise ValueError("weight norm is always folded, 0 is not possible")
         return value
 
+    @field_validator("prefill_buckets")
+    @classmethod
+    def _are_buckets(cls, value: str) -> str:
+        parse_buckets(value)
+        return value
+
+    @field_validator("lora_preload")
+    @classmethod
+    def _can_be_preloaded(cls, value: str, info: ValidationInfo) -> str:
+        adapters = _names_and_paths(value)
+        if adapters and info.data.get("lora_max_loras") == 0:
+            raise ValueError("there is no room for adapters (lora_max_loras is 0)")
+        if twice := [name for name, count in Counter(name for name, _ in adapters).items() if count > 1]:
+            raise ValueError(f'"{twice[0]}" is the name of two adapters')
+        return value
+
     @classmethod
     def settings_customise_sources(cls, settings_cls, init_settings, env_settings, **_):
         return env_settings, InitSettingsSource(settings_cls, _upstream_settings()), init_settings
@@ -184,6 +201,12 @@ class EngineConfig(BaseSettings):
         except ValidationError as error:
             faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise ValueError(f"engine settings: {faults}") from None
+
+
+def _names_and_paths(adapters: str) -> list[tuple[str, str]]:
+    """Of name=path,name=path; a name alone is its own path."""
+    parts = [part.partition("=") for part in adapters.split(",") if part.strip()]
+    return [(name.strip(), (path if equals else name).strip()) for name, equals, path in parts]
 
 
 def _upstream_settings() -> dict[str, int]:

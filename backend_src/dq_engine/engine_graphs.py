@@ -8,7 +8,7 @@ import torch
 from dq_engine.config import EngineConfig
 from dq_engine.graphs import batch_buckets
 from dq_engine.pacing import longest_prefill
-from dq_engine.prefill_graphs import parse_buckets
+from dq_engine.prefill_buckets import own_buckets, parse_buckets
 from dq_engine.runner import Runner
 from dq_engine.vae.stage import VaeStage
 
@@ -20,16 +20,13 @@ class Graphs:
         runner, vae: what is captured.
         config: the settings.
         max_num_seqs: slots.
-
-    Raises:
-        ValueError: the setting prefill_buckets is no list of buckets.
     """
 
     def __init__(self, runner: Runner, vae: VaeStage, config: EngineConfig, max_num_seqs: int) -> None:
         self._runner, self._vae, self._config, self._max_num_seqs = runner, vae, config, max_num_seqs
         most = min(filter(None, (config.max_num_batched_tokens, config.max_prefill_tokens)))
         longest = longest_prefill(most, config.realtime)
-        prefill_buckets = parse_buckets(config.prefill_buckets, longest, max_num_seqs)
+        prefill_buckets = parse_buckets(config.prefill_buckets) or own_buckets(longest, max_num_seqs)
         self._prefill_buckets = prefill_buckets if config.prefill_graph else []
 
     def probe(self, progress: Callable[[str, float], None]) -> int:

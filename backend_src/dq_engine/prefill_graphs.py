@@ -9,43 +9,12 @@ import torch
 from dq_engine.graphs import BatchGraphs, capture, replay_seconds
 from dq_engine.parallel.group import agree_on_least
 from dq_engine.prefill import PrefillArrays, PrefillShape, PromptBatch
+from dq_engine.prefill_buckets import Bucket, patch_buckets
 from dq_engine.slot_state import to_device
 
-Bucket = tuple[int, int]
-"""Prompts, tokens."""
-
-# Finer than those of the setting's usual value: eight short prompts should not pay for 2,176 tokens.
-_OWN_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 6144)
-_SHORTEST_PROMPT = 8
 # A graph that takes so many times as long as its prompts would without one is not used. Launching kernel by kernel
 # keeps the host busy too, so it has to be much. Our own buckets do not waste so much; those of the setting may.
 _TOO_DEAR = 2.0
-
-
-def parse_buckets(setting: str, most_tokens: int, most_prompts: int) -> list[Bucket]:
-    """Buckets from `requests:tokens,requests:tokens`; from an empty text finer ones of our own, up to the most.
-
-    Raises:
-        ValueError: it is no such list.
-    """
-    if not setting:
-        sizes = [*(tokens for tokens in _OWN_TOKENS if tokens < most_tokens), most_tokens]
-        return [(min(max(1, tokens // _SHORTEST_PROMPT), most_prompts), tokens) for tokens in sizes]
-    buckets = []
-    for part in setting.split(","):
-        prompts, _, tokens = part.strip().partition(":")
-        if not (prompts.isdecimal() and tokens.isdecimal() and 0 < int(prompts) <= int(tokens)):
-            raise ValueError(f'"{part}" is not requests:tokens, as in 1:320, with no more requests than tokens')
-        buckets.append((int(prompts), int(tokens)))
-    return buckets
-
-
-def patch_buckets(limit: int) -> list[int]:
-    """Numbers of patches to capture LocEnc for: the next is at most half as large again."""
-    buckets = [8]
-    while buckets[-1] < limit:
-        buckets.append(min(limit, max(buckets[-1] + 8, buckets[-1] * 3 // 2 // 8 * 8)))
-    return buckets
 
 
 class PrefillGraphs:

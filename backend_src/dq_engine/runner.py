@@ -17,7 +17,8 @@ from dq_engine.model.checkpoint import Checkpoint
 from dq_engine.model.diffusion import Diffusion
 from dq_engine.noise import patch_noise
 from dq_engine.prefill import PrefillArrays, PromptBatch
-from dq_engine.prefill_graphs import Bucket, PrefillGraphs
+from dq_engine.prefill_buckets import Bucket
+from dq_engine.prefill_graphs import PrefillGraphs
 from dq_engine.prompt_encodings import PromptEncodings
 from dq_engine.scheduler import Prefill, Step
 from dq_engine.sequence import Sequence

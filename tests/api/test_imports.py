@@ -101,6 +101,7 @@ def test_importing_the_package_is_cheap(packages):
         import dq_engine
         print(dq_engine.__all__)
         print(sorted(name for name in ("torch", "transformers", "numpy", "zmq", "pydantic") if name in sys.modules))
+        import dq_engine.config  # by Triton's stub, which has no use for torch
         from dq_engine import VoxCPM
         print("torch" in sys.modules)
         """,

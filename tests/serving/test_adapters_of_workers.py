@@ -36,7 +36,7 @@ def test_a_worker_that_starts_meanwhile_gets_what_is_being_registered():
 
 
 def test_a_worker_that_starts_again_gets_what_is_registered_then_not_what_was_preloaded():
-    config = EngineConfig(model="m", lora_preload="kept, gone=files/gone , new = old/path")
+    config = EngineConfig(model="m", lora_max_loras=1, lora_preload="kept, gone=files/gone , new = old/path")
     assert config.adapters_to_preload == {"kept": "kept", "gone": "files/gone", "new": "old/path"}
     preloaded = {"kept": "kept", "gone": "files/gone", "new": "old"}
     adapters = Adapters(lambda *_: Result(1, {}), lambda: [0], preloaded)

@@ -74,3 +74,23 @@ def test_weight_norm_is_always_folded(monkeypatch):
     monkeypatch.setenv("DQ_ENGINE_VAE_WEIGHT_NORM_FOLD", "0")
     with pytest.raises(ValueError, match="vae_weight_norm_fold: .*always folded"):
         EngineConfig.from_parameters({"model": "m"})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("prefill_buckets", "1:320,2", '"2" is not requests:tokens, as in 1:320, with no more requests than tokens'),
+        ("prefill_buckets", "9:8", '"9:8" is not requests:tokens'),
+        ("lora_preload", "kal", r"there is no room for adapters \(lora_max_loras is 0\)"),
+        ("threads", "1000000", "less than or equal to 1024"),
+    ],
+)
+def test_what_only_a_gpu_or_nobody_would_notice_is_refused_before_the_start(monkeypatch, setting, value, message):
+    monkeypatch.setenv(f"DQ_ENGINE_{setting.upper()}", value)
+    with pytest.raises(ValueError, match=f"^engine settings: {setting}: .*{message}"):
+        EngineConfig.from_parameters({"model": "m"})
+
+
+def test_two_adapters_to_preload_have_two_names():
+    with pytest.raises(ValueError, match='lora_preload: .*"a" is the name of two adapters'):
+        EngineConfig.from_parameters({"model": "m", "lora_max_loras": "2", "lora_preload": "a=x, b, a =y"})

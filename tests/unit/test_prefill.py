@@ -10,7 +10,7 @@ from unit.sequences import make_sequence
 from dq_engine.attention.base import BLOCK_SIZE
 from dq_engine.kernels.paged_attention import queries_per_tile, query_tiles
 from dq_engine.prefill import PrefillShape, PromptBatch
-from dq_engine.prefill_graphs import parse_buckets, patch_buckets
+from dq_engine.prefill_buckets import own_buckets, parse_buckets, patch_buckets
 from dq_engine.prompt_encodings import PromptEncodings
 from dq_engine.scheduler import Prefill
 
@@ -83,14 +83,15 @@ def test_queries_per_tile():
 
 
 def test_buckets_of_the_setting():
-    assert parse_buckets("1:320, 2:640,8:2176", 8192, 512) == [(1, 320), (2, 640), (8, 2176)]
-    own = parse_buckets("", 8192, 512)
+    assert parse_buckets("1:320, 2:640,8:2176") == [(1, 320), (2, 640), (8, 2176)]
+    assert parse_buckets("") == []
+    own = own_buckets(8192, 512)
     assert own[0] == (2, 16) and own[-1] == (512, 8192), "the largest takes whatever a step can hold"
     assert all(prompts <= max(1, tokens // 8) for prompts, tokens in own)
-    assert parse_buckets("", 300, 16)[-1] == (16, 300)
+    assert own_buckets(300, 16)[-1] == (16, 300)
     for wrong in ("320", "1:x", "0:10", "11:10", "1:320,,2:640"):
         with pytest.raises(ValueError, match=r"is not requests:tokens, as in 1:320"):
-            parse_buckets(wrong, 8192, 512)
+            parse_buckets(wrong)
 
 
 @pytest.mark.parametrize("limit", [5, 8, 100, 8192])
