@@ -16,11 +16,20 @@ class StepTimes:
         printed: whether there is a line for each step.
         trace_file: where the trace of the first steps goes; empty for none.
         trace_steps: how many those are.
+
+    Raises:
+        ValueError: the file cannot be written.
     """
 
     def __init__(self, printed: bool, trace_file: str, trace_steps: int) -> None:
         self._printed, self._trace_file, self._trace_left = printed, trace_file, trace_steps if trace_file else 0
         self._profile: profile | None = None
+        if trace_file:
+            try:  # now, and not when it is full
+                Path(trace_file).parent.mkdir(parents=True, exist_ok=True)
+                open(trace_file, "a").close()
+            except OSError as error:
+                raise ValueError(f"trace_file: {trace_file} cannot be written: {error.strerror}") from None
 
     def step_begins(self) -> None:
         """Before a step is decided on."""
@@ -77,11 +86,9 @@ class StepTimes:
 
     def _write(self) -> None:
         self._profile.stop()
-        path = Path(self._trace_file)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._profile.export_chrome_trace(str(path))
-            logger.info("the trace is in %s", path)
+            self._profile.export_chrome_trace(self._trace_file)
+            logger.info("the trace is in %s", self._trace_file)
         except (OSError, RuntimeError) as error:
-            logger.error("the trace could not be written to %s: %s", path, error)
+            logger.error("the trace could not be written to %s: %s", self._trace_file, error)
         self._profile = None

@@ -4,7 +4,10 @@ import json
 import logging
 import re
 
+import pytest
+
 from dq_engine.engine import DqCoreEngine, EngineConfig, Request
+from dq_engine.timing import StepTimes
 
 
 def test_a_line_for_each_step_and_a_trace_of_the_first(caplog, tmp_path):
@@ -29,3 +32,10 @@ def test_a_line_for_each_step_and_a_trace_of_the_first(caplog, tmp_path):
     assert state["host_seconds"] > 0 and state["idle_seconds"] >= 0
     events = json.loads(trace.read_text())["traceEvents"]
     assert any("addmm" in event.get("name", "") or "linear" in event.get("name", "") for event in events)
+
+
+def test_a_trace_that_cannot_be_written_is_refused_at_the_start(tmp_path):
+    (tmp_path / "file").touch()
+    for wrong, why in ((tmp_path, "Is a directory"), (tmp_path / "file" / "steps.json", "File exists")):
+        with pytest.raises(ValueError, match=f"^trace_file: {wrong} cannot be written: {why}$"):
+            StepTimes(False, str(wrong), 1)
