@@ -7,7 +7,7 @@ with DqCoreEngine(EngineConfig(model="models/small")) as engine:
 
 import gc
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -195,13 +195,14 @@ class DqCoreEngine:
             raise result
         return result[0].latents, result[0].seconds
 
-    def register_lora(self, name: str, path: str | Path) -> dict:
+    def register_lora(self, name: str, path: str | Path, digest: str | None = None) -> dict:
         """Read an adapter from `lora_dir` and offer it under a name; a name that is taken gets it as a new version.
 
         Args:
             name: 1 to 64 letters, digits, and _ . -
             path: of a folder with lora_weights.safetensors or .ckpt and lora_config.json, or of such a weights file;
                 relative to `lora_dir`, or absolute and below it.
+            digest: what `list_loras` says of the same files; others are refused. None for any.
 
         Returns:
             The adapter, as `list_loras` describes it.
@@ -210,7 +211,11 @@ class DqCoreEngine:
             RequestError: NOT_FOUND, there is no such file; INVALID_ARG naming `name` or `path`, for a file that is no
                 adapter of this model, or when too many are registered; UNAVAILABLE while another call changes `name`.
         """
-        return self._registry().register(name, path)
+        return self._registry().register(name, path, digest)
+
+    def load_loras(self, names: Sequence[str]) -> None:
+        """Load registered adapters before any stream does; see `AdapterRegistry.load`."""
+        self._registry().load(names)
 
     def unregister_lora(self, name: str) -> dict:
         """Take an adapter back: new requests for it are answered NOT_FOUND, streams that use it finish.

@@ -78,6 +78,21 @@ def test_the_good_one_speaks(engine, adapter):
     adapter.mkdir()
 
 
+def test_files_that_are_not_the_expected_ones(engine, adapter):
+    info = engine.register_lora("x", "adapter")
+    assert engine.register_lora("x", "adapter", info["digest"])["version"] == 2
+    message = '^INVALID_ARG: path: "adapter" has been changed since it was registered$'
+    configure(adapter, alpha=3)
+    with pytest.raises(RequestError, match=message):
+        engine.register_lora("x", "adapter", info["digest"])
+    configure(adapter, alpha=16)
+    spoil(adapter, lambda state: state.update({name: tensor * 2 for name, tensor in state.items()}))
+    with pytest.raises(RequestError, match=message):
+        engine.register_lora("x", "adapter", info["digest"])
+    assert [entry["digest"] for entry in engine.list_loras()] == [info["digest"]]
+    engine.unregister_lora("x")
+
+
 @pytest.mark.parametrize("prefix", ["model.", "base_model.model.", "module."])
 @pytest.mark.parametrize("form", ["folder", "absolute", "safetensors", "ckpt", "ckpt in a folder"])
 def test_every_form(engine, adapter, weights, form, prefix):

@@ -24,7 +24,7 @@ class Workers:
         self.calls: list[tuple] = []
         self.draining = False
 
-    def call(self, operation, arguments, payload, timeout_s, worker=None) -> Result:
+    def call(self, operation, arguments, payload, timeout_s, worker=None, too_late=None) -> Result:
         self.calls.append((operation, arguments, payload, timeout_s, worker))
         if self.held is not None:
             assert self.held.wait(20)

@@ -112,11 +112,7 @@ class Pool:
 
     def list_loras(self) -> list[dict]:
         """The adapters that can be asked for, by name."""
-        try:
-            adapters = self._supervisor.adapters.list()[0]["adapters"]
-        except RequestError as error:
-            raise to_raise(error) from None
-        return [{"name": name} for name in sorted({a["name"] for a in adapters if a["state"] != "draining"})]
+        return [{"name": name} for name in self._supervisor.adapters.names]
 
     # --- stored prompts ---
 

@@ -4,6 +4,7 @@ An adapter is a folder with lora_weights.safetensors or lora_weights.ckpt and lo
 official training writes them, or the path of such a weights file.
 """
 
+import hashlib
 import io
 import json
 import os
@@ -29,13 +30,16 @@ _MAX_ALPHA = 1e6
 _OVERHEAD_BYTES = 8 * 2**20
 
 
-def read_adapter(folder: Path, path: str, layers: LoraLayers) -> AdapterWeights:
+def read_adapter(folder: Path, path: str, layers: LoraLayers) -> tuple[AdapterWeights, str]:
     """Read an adapter, and check that it fits the model.
 
     Args:
         folder: nothing outside it is read.
         path: of the adapter, relative to `folder` or absolute.
         layers: of the model that it is for.
+
+    Returns:
+        It, and a digest that tells the contents of its files from all others.
 
     Raises:
         RequestError: NOT_FOUND if there is no such adapter; INVALID_ARG if the path leaves the folder, or a file is not
@@ -52,12 +56,14 @@ def read_adapter(folder: Path, path: str, layers: LoraLayers) -> AdapterWeights:
     }
     largest = sum(inputs + outputs for inputs, outputs in columns.values()) * layers.max_rank * 4 + _OVERHEAD_BYTES
     data = read_guarded(folder, weights_file, largest, _FIELD)
+    digest = hashlib.blake2b(data, digest_size=16)
+    digest.update(repr((rank, alpha)).encode())
     if weights_file.endswith(".safetensors"):
         tensors, _ = load_tensors(data, weights_file, _FIELD)
     else:
         tensors = _unpickle(data, weights_file, largest)
     del data
-    return _check(tensors, weights_file, rank, alpha, columns, layers)
+    return _check(tensors, weights_file, rank, alpha, columns, layers), digest.hexdigest()
 
 
 def _find(folder: Path, path: str) -> tuple[str, str]:

@@ -15,6 +15,7 @@ class Adapter:
         name: as requests give it.
         version: tells it from what else is there, or drains, under its name.
         created: UTC, ISO 8601.
+        digest: of the files that it was read from; see `read_adapter`.
         runtime_id: its number in nano-vllm-voxcpm's LoRA manager, which gives none twice.
         loaded: it is in its slot on the device.
     """
@@ -23,6 +24,7 @@ class Adapter:
     version: int
     weights: AdapterWeights
     created: str
+    digest: str = ""
     runtime_id: int = -1
     loaded: bool = False
     error: RequestError | None = None

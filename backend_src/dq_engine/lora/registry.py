@@ -1,10 +1,11 @@
 """The adapters that requests can name, and who holds which slot. Any thread may call."""
 
 import datetime
+import itertools
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from dq_engine.errors import RequestError, invalid
@@ -46,19 +47,20 @@ class AdapterRegistry:
         self._counters: Counter[str] = Counter(lora_loads=0, lora_evictions=0)
         self._loader = SlotLoader(layers, self._done)
 
-    def register(self, name: str, path: str | Path) -> dict:
+    def register(self, name: str, path: str | Path, digest: str | None = None) -> dict:
         """Read an adapter from the folder and offer it under a name, from now on in the place of one that has it.
 
         Args:
             name: 1 to 64 letters, digits, and _ . -
             path: see `read_adapter`.
+            digest: what its files must have, see `list`; None for any.
 
         Returns:
             As of `list`.
 
         Raises:
-            RequestError: see `read_adapter`; INVALID_ARG for the name, or when there are too many adapters;
-                UNAVAILABLE while the same name is being changed.
+            RequestError: see `read_adapter`; INVALID_ARG for the name, another digest, or when there are too many
+                adapters; UNAVAILABLE while the same name is being changed.
         """
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise invalid("name", "must be 1 to 64 letters, digits, and _ . -")
@@ -66,8 +68,10 @@ class AdapterRegistry:
             self._begin(name)
         try:
             with self._reading:
-                weights = read_adapter(self._folder, str(path), self._layers)
-            return self._add(name, weights)
+                weights, found = read_adapter(self._folder, str(path), self._layers)
+            if digest not in (None, found):
+                raise invalid("path", f'"{path}" has been changed since it was registered')
+            return self._add(name, weights, found)
         finally:
             with self._lock:
                 self._changing.discard(name)
@@ -94,7 +98,8 @@ class AdapterRegistry:
 
         Each with `name`, `version` (1, or one more than that of the adapter it replaced), `rank`, `alpha`, `bytes` on
         the host, `state` ("ready": on the device, "registered": would be loaded, "loading", "draining": unregistered or
-        replaced, but in use), `streams` that use it, and when it was `created`: UTC, ISO 8601.
+        replaced, but in use), `streams` that use it, when it was `created`: UTC, ISO 8601, and the `digest` of its
+        files: the same in all processes that have read the same.
         """
         with self._lock:
             return [self._describe(adapter) for adapter in self._adapters.values()]
@@ -129,13 +134,21 @@ class AdapterRegistry:
         Raises:
             RequestError: see `register`.
         """
+        for name, path in adapters.items():
+            self.register(name, path)
+        self.load(adapters)
+
+    def load(self, names: Iterable[str]) -> None:
+        """Load the first of these adapters, one a slot, while no stream runs; returns when they are loaded.
+
+        Raises:
+            RequestError: NOT_FOUND; INTERNAL if one cannot be loaded.
+        """
         leases = []
         try:
-            for name, path in adapters.items():
-                self.register(name, path)
-                if len(leases) < self._layers.num_slots:
-                    leases.append(self.lease(name))
-                    leases[-1].reserve()
+            for name in itertools.islice(names, self._layers.num_slots):
+                leases.append(self.lease(name))
+                leases[-1].reserve()
             with self._lock:
                 while any(lease.loading for lease in leases):
                     self._lock.wait()
@@ -171,18 +184,18 @@ class AdapterRegistry:
             raise invalid("name", message)
         self._changing.add(name)
 
-    def _add(self, name: str, weights: AdapterWeights) -> dict:
+    def _add(self, name: str, weights: AdapterWeights, digest: str) -> dict:
         with self._lock:
-            adapter = self._enter(name, weights)
+            adapter = self._enter(name, weights, digest)
             if (replaced := self._current.get(name)) is not None:
                 self._retire(replaced)
             self._current[name] = adapter
             return self._describe(adapter)
 
-    def _enter(self, name: str, weights: AdapterWeights) -> Adapter:
+    def _enter(self, name: str, weights: AdapterWeights, digest: str = "") -> Adapter:
         version = 1 + max((a.version for a in self._adapters.values() if a.name == name), default=0)
         created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        adapter = Adapter(name, version, weights, created)
+        adapter = Adapter(name, version, weights, created, digest)
         # The manager knows versions by names of their own: one may drain while another takes its name.
         adapter.runtime_id = self._runtime.register_lora(f"{name}@{adapter.version}", weights)
         self._adapters[adapter.runtime_id] = adapter
@@ -260,6 +273,7 @@ class AdapterRegistry:
             "state": state,
             "streams": entry.cpu_ref_count if entry else 0,
             "created": adapter.created,
+            "digest": adapter.digest,
         }
 
 

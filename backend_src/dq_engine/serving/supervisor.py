@@ -16,8 +16,8 @@ import zmq
 from dq_engine.config import EngineConfig
 from dq_engine.errors import RequestError
 from dq_engine.request import Request
-from dq_engine.serving.adapters import TIMEOUT_S, Adapters
-from dq_engine.serving.messages import Call, Heartbeat, Ready, Result, Submit
+from dq_engine.serving.adapters import Adapters
+from dq_engine.serving.messages import Call, Failed, Heartbeat, Ready, Result, Submit
 from dq_engine.serving.routing import expected_seconds
 from dq_engine.serving.worker_process import OnMessage, WorkerProcess
 from dq_engine.serving.worker_slot import WorkerSlot
@@ -120,6 +120,8 @@ class Supervisor:
         if self.draining:
             raise RequestError("UNAVAILABLE", "the server is being drained")
         workers = self._by_load()
+        if request.lora is not None:  # what none has, any may refuse
+            workers = [w for w in workers if not self.adapters.is_missing(w.index, request.lora)] or workers
         id = next(self._ids)
         message = Submit(id, request, output_format, sample_rate, stream)
         expected_s = expected_seconds(request, self._model.patch_samples / self._model.sample_rate)
@@ -133,19 +135,26 @@ class Supervisor:
         raise refusal
 
     def call(
-        self, operation: str, arguments: dict, payload: bytes | None, timeout_s: float, worker: int | None = None
+        self,
+        operation: str,
+        arguments: dict,
+        payload: bytes | None,
+        timeout_s: float,
+        worker: int | None = None,
+        too_late: Callable[[Result | Failed], None] = lambda answer: None,
     ) -> Result:
         """Have a worker do something other than speak, and wait for it.
 
         Args:
             operation, arguments, payload: as in `Call`.
             worker: which one; None for the least loaded.
+            too_late: see `WorkerProcess.call`.
 
         Raises:
             RequestError: of the operation; UNAVAILABLE if no worker is ready or none has answered within `timeout_s`.
         """
         message = Call(next(self._ids), operation, arguments, payload)
-        return self._by_load(worker)[0].call(message, timeout_s)
+        return self._by_load(worker)[0].call(message, timeout_s, too_late)
 
     def begin_stop(self) -> None:
         """Take no more requests and end the workers, within STOP_S seconds; streams that run end with UNAVAILABLE."""
@@ -249,11 +258,16 @@ class Supervisor:
 
     def _begin_serving(self, slot: WorkerSlot, worker: WorkerProcess) -> None:
         """Give a worker the adapters that the others have, then requests; on a thread of its own."""
-        self.adapters.restore(
-            lambda operation, arguments: worker.call(Call(next(self._ids), operation, arguments), TIMEOUT_S),
-            slot.config.adapters_to_preload,
-        )
-        slot.begin_serving(worker)
+
+        def do(operation: str, arguments: dict, timeout_s: float) -> Result:
+            return worker.call(Call(next(self._ids), operation, arguments), timeout_s)
+
+        try:
+            self.adapters.restore(slot.index, do, lambda: slot.begin_serving(worker))
+        except RequestError as error:
+            logger.error("worker %d is not used: %s", slot.index, error)
+            worker.process.kill()  # if it still runs; there will be another
+            return
         with self._started:
             if all(s.worker is not None and s.worker.ready for s in self._slots):
                 self._serving = True

@@ -4,10 +4,11 @@ import contextlib
 import itertools
 import logging
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # Python's own from 3.11 on
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +53,8 @@ def answer(on_message: OnMessage, message: StreamMessage | Result) -> None:
 class _Stream:
     on_message: OnMessage
     progress: routing.StreamProgress
+    is_given_up: bool = False
+    """Nobody waits for it, but its answer will still be heard."""
 
 
 class WorkerProcess:
@@ -96,8 +99,8 @@ class WorkerProcess:
     def load(self) -> tuple[bool, float]:
         """How busy it is; see `routing.load`."""
         with self._lock:
-            streams = list((self._streams or {}).values())
-        return routing.load((stream.progress for stream in streams), self.slots, time.monotonic())
+            progress = [s.progress for s in (self._streams or {}).values() if not s.is_given_up]
+        return routing.load(progress, self.slots, time.monotonic())
 
     def submit(self, message: Submit | Call, on_message: OnMessage, expected_s: float = 0.0) -> None:
         """Hand it a request; a call counts as a stream until it is answered.
@@ -122,20 +125,34 @@ class WorkerProcess:
             if not answered:
                 raise RequestError("UNAVAILABLE", f"the engine worker has taken nothing for {SEND_TIMEOUT_MS} ms")
 
-    def call(self, message: Call, timeout_s: float) -> Result:
+    def call(
+        self, message: Call, timeout_s: float, too_late: Callable[[Result | Failed], None] = lambda answer: None
+    ) -> Result:
         """Have it do something other than speak, and wait for it.
+
+        Args:
+            too_late: gets an answer that comes later than `timeout_s`, on the supervisor's thread.
 
         Raises:
             RequestError: of the operation; UNAVAILABLE if it takes nothing, or has not answered within `timeout_s`.
         """
-        answers: queue.SimpleQueue[Result | Failed] = queue.SimpleQueue()
-        self.submit(message, answers.put)
+        answered: Future[Result | Failed] = Future()
+
+        def on_answer(answer: Result | Failed) -> None:
+            if answered.set_running_or_notify_cancel():
+                answered.set_result(answer)
+            else:
+                too_late(answer)
+
+        self.submit(message, on_answer)
         try:
-            answer = answers.get(timeout=timeout_s)
-        except queue.Empty:
-            self.forget(message.id)
-            what = f"{message.operation} was not answered within {timeout_s:g} s"
-            raise RequestError("UNAVAILABLE", what) from None
+            answer = answered.result(timeout_s)
+        except FutureTimeoutError:
+            if answered.cancel():
+                self._give_up(message.id)
+                what = f"{message.operation} was not answered within {timeout_s:.3g} s"
+                raise RequestError("UNAVAILABLE", what) from None
+            answer = answered.result()  # it comes just now
         if isinstance(answer, Failed):
             raise RequestError(answer.code, answer.message)
         return answer
@@ -147,11 +164,10 @@ class WorkerProcess:
         if known:
             self._send(encode(Cancel(id)))
 
-    def forget(self, id: int) -> None:
-        """Nobody waits for the answer to a call any more."""
+    def _give_up(self, id: int) -> None:
         with self._lock:
-            if self._streams is not None:
-                self._streams.pop(id, None)
+            if (stream := (self._streams or {}).get(id)) is not None:
+                stream.is_given_up = True
 
     def shut_down(self) -> None:
         """Ask it to end; streams that run are answered first."""

@@ -69,7 +69,9 @@ class WorkerSlot:
         return None
 
     def begin_serving(self, worker: WorkerProcess) -> None:
-        """Let it have requests."""
+        """Let it have requests, if it has not ended meanwhile."""
+        if self.worker is not worker:
+            return
         logger.info("worker %d is ready", self.index)
         # What was preloaded may be unregistered by the time there is another process, and its files gone: that one gets
         # the adapters that the others have then.
