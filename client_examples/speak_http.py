@@ -49,7 +49,7 @@ def explain(error: httpx.HTTPError) -> str:
     """Why there is no answer, in our words where it may be the address."""
     if "Connection refused" in str(error):
         return "nothing listens there; is the server running, and ready?"
-    if "[SSL: " in str(error) and "CERTIFICATE" not in str(error):
+    if "SSL" in str(error) and "CERTIFICATE" not in str(error):
         return "no TLS is spoken there, so http:// in the place of https://"
     if isinstance(error, httpx.RemoteProtocolError):
         return "no HTTP is spoken there, or only with TLS (https://)"
@@ -70,17 +70,23 @@ def write(path: Path, audio: bytes, rate: int, seconds: float | None) -> None:
     path.write_bytes(audio)
 
 
+def utf8(words: str) -> str:
+    """An argument that the server can read: argparse names the one that is not UTF-8."""
+    words.encode()
+    return words
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Speak a text through the server, over HTTP, into a file.")
-    parser.add_argument("text", help="what to say")
+    parser.add_argument("text", type=utf8, help="what to say")
     url = os.environ.get("VOXCPM_HTTP_URL") or "http://localhost:8000"
     parser.add_argument("--url", default=url, help="HTTP address of the server, or VOXCPM_HTTP_URL (%(default)s)")
-    parser.add_argument("--control", help="description of the voice or the style")
-    parser.add_argument("--voice", help="name of a stored voice")
+    parser.add_argument("--control", type=utf8, help="description of the voice or the style")
+    parser.add_argument("--voice", type=utf8, help="name of a stored voice")
     parser.add_argument("--reference", type=Path, metavar="WAV", help="recording of the voice to clone")
     parser.add_argument("--prompt-audio", type=Path, metavar="WAV", help="recording to continue, with --prompt-text")
-    parser.add_argument("--prompt-text", help="the words of --prompt-audio")
-    parser.add_argument("--lora", help="name of a registered adapter")
+    parser.add_argument("--prompt-text", type=utf8, help="the words of --prompt-audio")
+    parser.add_argument("--lora", type=utf8, help="name of a registered adapter")
     parser.add_argument("--seed", type=int, help="the same seed gives the same audio; drawn if absent")
     parser.add_argument("--max-generate-length", type=int, metavar="N", help="most patches of audio, 160 ms each")
     parser.add_argument("--output", default="out.wav", type=Path, help=".wav, .flac, .mp3, .opus or .ogg (%(default)s)")
@@ -89,6 +95,9 @@ def main() -> None:
         sys.exit(f"error: --output: {args.output} must end in one of {', '.join(FORMATS)}")
     if not args.output.parent.is_dir():
         sys.exit(f"error: --output: there is no directory {args.output.parent}")
+    for option, value, bits in ("--seed", args.seed, 63), ("--max-generate-length", args.max_generate_length, 31):
+        if value is not None and not 0 <= value < 2**bits:
+            sys.exit(f"error: {option}: must be between 0 and 2^{bits} - 1, got {value}")
     names = ("text", "control", "voice", "prompt_text", "lora", "seed", "max_generate_length")
     fields = {name: getattr(args, name) for name in names}
     for name, path in ("reference_audio", args.reference), ("prompt_audio", args.prompt_audio):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 import trustme
 from forwarder import Forwarder
@@ -74,6 +75,8 @@ def test_tls_to_a_port_without(server, monkeypatch):
     ]:
         line = told(client, url, monkeypatch)
         assert line.startswith(message) and "\n" not in line
+    closed = httpx.ConnectError("TLS/SSL connection has been closed (EOF) (_ssl.c:992)")  # Triton's answer now and then
+    assert speak_http.explain(closed) == "no TLS is spoken there, so http:// in the place of https://"
 
 
 @pytest.mark.parametrize("client", CLIENTS)
