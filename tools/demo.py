@@ -54,7 +54,14 @@ def main() -> None:
     out = Path(os.environ.get("OUT") or "demo.wav")
     if not out.resolve().parent.is_dir():
         sys.exit(f"OUT: the directory {out.parent} does not exist")
-    fields = {"text": os.environ.get("TEXT") or SENTENCE, "seed": SEED, "output_format": "pcm16"}
+    if out.suffix.lower() != ".wav":  # the picture beside it ends in .png
+        sys.exit(f"OUT: {out} does not end in .wav")
+    text = os.environ.get("TEXT") or SENTENCE
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        sys.exit("TEXT: is not UTF-8")
+    fields = {"text": text, "seed": SEED, "output_format": "pcm16"}
     if reference := os.environ.get("REFERENCE"):
         fields["reference_audio"] = Path(reference).read_bytes()
 

@@ -124,7 +124,8 @@ def test_a_model_that_the_hub_does_not_have(tmp_path):
         settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": tmp_path / "hub"}
         result = demo(OUT=tmp_path / "x.wav", MODEL="someone/else", **settings)
     assert result.returncode == 1
-    assert result.stderr.startswith(f"error: could not download someone/else from {hub.endpoint}: ")
+    message = f"there is no directory someone/else, and it could not be downloaded from {hub.endpoint}: "
+    assert result.stderr.startswith(f"error: {message}")
     assert not (tmp_path / "x.wav").exists()
 
 
@@ -133,6 +134,9 @@ def test_a_model_that_the_hub_does_not_have(tmp_path):
     [
         ({"MODEL": "/no/such/model"}, "error: /no/such/model is neither a directory nor a hub id"),
         ({"OUT": "/no/such/folder/demo.wav"}, "OUT: the directory /no/such/folder does not exist"),
+        ({"OUT": "demo.mp3"}, "OUT: demo.mp3 does not end in .wav"),
+        ({"TEXT": os.fsdecode(b"na\xefve")}, "TEXT: is not UTF-8"),
+        ({"MODEL": "modles/small", "HF_HUB_OFFLINE": "1"}, "error: there is no directory modles/small, and "),
         ({"REFERENCE": "/no/such/voice.wav"}, "error: /no/such/voice.wav: No such file or directory"),
     ],
 )
