@@ -199,7 +199,11 @@ class EngineConfig(BaseSettings):
         try:
             return cls(**{name: value for name, value in parameters.items() if value != ""})
         except ValidationError as error:
-            faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            missing = f"is required (variable {cls.model_config['env_prefix']}MODEL)"  # the only one without a default
+            faults = "; ".join(
+                f"{'.'.join(map(str, e['loc']))}: {missing if e['type'] == 'missing' else e['msg']}"
+                for e in error.errors()
+            )
             raise ValueError(f"engine settings: {faults}") from None
 
 
@@ -250,4 +254,5 @@ def resolve_checkpoint(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except Exception as error:  # the hub's client raises many kinds; each says what went wrong
         endpoint = os.environ.get("HF_ENDPOINT", "the Hugging Face hub")
-        raise CheckpointError(f"could not download {model} from {endpoint}: {error}") from error
+        message = f"there is no directory {model}, and it could not be downloaded from {endpoint}: {error}"
+        raise CheckpointError(message) from error

@@ -94,3 +94,9 @@ def test_what_only_a_gpu_or_nobody_would_notice_is_refused_before_the_start(monk
 def test_two_adapters_to_preload_have_two_names():
     with pytest.raises(ValueError, match='lora_preload: .*"a" is the name of two adapters'):
         EngineConfig.from_parameters({"model": "m", "lora_max_loras": "2", "lora_preload": "a=x, b, a =y"})
+
+
+def test_without_a_model_it_says_where_one_is_named(monkeypatch):
+    monkeypatch.delenv("DQ_ENGINE_MODEL", raising=False)
+    with pytest.raises(ValueError, match=r"^engine settings: model: is required \(variable DQ_ENGINE_MODEL\)$"):
+        EngineConfig.from_parameters({})
