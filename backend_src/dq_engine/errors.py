@@ -4,15 +4,19 @@ from typing import Literal
 
 ErrorCode = Literal["INVALID_ARG", "NOT_FOUND", "ALREADY_EXISTS", "UNAVAILABLE", "CANCELLED", "INTERNAL"]
 
+MAX_MESSAGE = 640
+"""Characters of a message. gRPC drops one of more than 8 KiB, in which a character may take 12 bytes."""
+
 
 class RequestError(Exception):
     """One request failed; nobody else is affected.
 
-    `str(error)` starts with the code's name, because a gRPC stream carries an error's message but not its code.
+    `str(error)` starts with the code's name, because a gRPC stream carries an error's message but not its code. What is
+    too long for its way, a name that somebody gave, say, is left out of the message's middle.
     """
 
     def __init__(self, code: ErrorCode, message: str) -> None:
-        message = as_unicode(message)
+        message = _short(as_unicode(message).replace("\0", "\\0"))  # C ends texts at a NUL
         super().__init__(f"{code}: {message}")
         self.code: ErrorCode = code
         self.message = message
@@ -29,6 +33,14 @@ def invalid(field: str, message: str) -> RequestError:
 def as_unicode(text: str) -> str:
     """Text that can be sent: a name out of a file or of the system may hold half of a surrogate pair."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _short(text: str) -> str:
+    if len(text) <= MAX_MESSAGE:
+        return text
+    gap = " ... "
+    head = (MAX_MESSAGE - len(gap)) // 2
+    return text[:head] + gap + text[head + len(gap) - MAX_MESSAGE :]
 
 
 class CheckpointError(Exception):

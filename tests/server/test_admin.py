@@ -135,6 +135,9 @@ def test_the_token(client):
         ("get_voice", {"name": 5}, "arguments: Expected `str`, got `int` - at `$.name`"),
         ("register_voice", {"name": "a", "prompt_latents": ["x"]}, "prompt_latents: must be one flat list of numbers"),
         ("information", b" " * (16 * 2**20 + 1), "arguments: has 16777217 bytes, the limit is 16777216"),
+        ("information", {"x" * 100_000: 1}, "arguments: Object contains unknown field `xxx"),
+        ("register_lora", {"name": "x", "path": "😀" * 100_000}, 'path: "😀😀😀'),
+        ("register_lora", {"name": "x", "path": "loud\0"}, 'path: "loud\\0/lora_config.json" is not the name'),
     ],
     ids=lambda value: str(value)[:20],
 )

@@ -70,7 +70,8 @@ def check(case: tuple[dict[str, np.ndarray], dict]) -> str:
         field, colon, told = error.message.partition(": ")
         assert colon
         assert told
-        assert field in {*NAMES, *inputs, *parameters} or any(error.message.startswith(name) for name in parameters)
+        given = [name.replace("\0", "\\0") for name in (*inputs, *parameters)]
+        assert field in (*NAMES, *given) or any(error.message.startswith(name) for name in given)
         assert len(error.message) < 400, "an error repeats no more than a little of what was sent"
         return field
     _check_good(parsed, inputs)
