@@ -54,6 +54,27 @@ def test_what_is_missing_on_the_system_is_named_with_one_line_to_install_it(clon
     assert f"sudo apt-get install -y python{version}-venv libpython{version}\n" in said
 
 
+def test_a_gpu_needs_what_compiles_its_kernels(clone):
+    programs = clone / "bin"
+    programs.mkdir()
+    for program in Path("/usr/bin").iterdir():
+        if program.name not in ("gcc", "clang", "nvidia-smi"):
+            (programs / program.name).symlink_to(program)
+    (programs / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0: a card\n")
+    (programs / "nvidia-smi").chmod(0o755)
+    version = "{}.{}".format(*sys.version_info)
+    # Set-up goes no further than this: the shared library is missing too.
+    bare = fake_python(
+        clone, f'[[ "$*" == *libpython.py* || "$*" == *Python.h* ]] && exit 1\nexec {sys.executable} "$@"'
+    )
+    said = set_up(clone, PYTHON=str(bare), PATH=str(programs), CC="")
+    assert "a C compiler, for the GPU's kernels" in said
+    packages = f"libpython{version} gcc libc6-dev libpython{version}-dev"
+    assert f"sudo apt-get install -y {packages}\n" in said
+    (programs / "nvidia-smi").unlink()
+    assert f"sudo apt-get install -y libpython{version}\n" in set_up(clone, PYTHON=str(bare), PATH=str(programs))
+
+
 @pytest.mark.alone
 @pytest.mark.parametrize("what", ["server", "test"])
 def test_a_second_set_up_costs_less_than_a_second(what):

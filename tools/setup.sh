@@ -36,6 +36,8 @@ choose_python() {
         "Debian and Ubuntu: sudo apt-get install -y python3 python3-venv libpython3-dev"
 }
 
+torch_build() { [[ $(nvidia-smi -L 2>/dev/null) == *"GPU "[0-9]* ]] && echo gpu || echo cpu; }
+
 # What pip cannot bring. Every missing thing is named, with the one line that installs them all.
 check_system() {
     local missing=() packages=() version
@@ -53,6 +55,18 @@ sys.exit((int(libc[0]), int(libc[1])) < (2, 35))' ||
         missing+=("libpython$version.so.1.0, the shared library of Python $version (Triton's Python backend links it)")
         packages+=("libpython$version")
     fi
+    # Triton's compiler builds small C programs against Python when a kernel is first used.
+    if [[ $(torch_build) == gpu ]]; then
+        if [[ -z ${CC:-} ]] && ! command -v gcc clang >/dev/null; then
+            missing+=("a C compiler, for the GPU's kernels")
+            packages+=("gcc" "libc6-dev")
+        fi
+        if ! "$PYTHON" -c 'import os, sys, sysconfig
+sys.exit(not os.path.isfile(sysconfig.get_path("include") + "/Python.h"))'; then
+            missing+=("Python.h of Python $version, for the GPU's kernels")
+            packages+=("libpython$version-dev")
+        fi
+    fi
     ((${#missing[@]} == 0)) || fail "Missing on this machine:" "${missing[@]/#/  - }" \
         "Debian and Ubuntu: sudo apt-get install -y ${packages[*]}" \
         "For another Python: make PYTHON=/path/to/python3.12 (3.10 to 3.12, built with its shared library)"
@@ -69,10 +83,6 @@ up_to_date() { [[ -x $venv/bin/python && -f $venv/.setup-$1 && $(<"$venv/.setup-
 pip_install() {
     "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@" >"$venv/setup.log" 2>&1 ||
         fail "$(tail -n 30 "$venv/setup.log")" "pip install $* failed; the whole output is in $venv/setup.log"
-}
-
-torch_build() {
-    if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then echo gpu; else echo cpu; fi
 }
 
 install_server() {

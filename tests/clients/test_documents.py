@@ -91,6 +91,8 @@ def test_the_curl_command(server, clone):
     samples, rate = soundfile.read(clone / "out.wav")
     assert rate == 48000
     assert 1.5 <= len(samples) / rate <= 5
+    result = run(command.replace("localhost:8000", server.http_url).replace(SENTENCE, ""), clone)
+    assert (result.returncode, result.stderr) == (1, "INVALID_ARG: text: is empty\n")
 
 
 def test_the_health_check(server, clone):
