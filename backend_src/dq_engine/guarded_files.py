@@ -98,7 +98,7 @@ def _parts(folder: Path, name: str, field: str) -> list[str]:
     path = PurePosixPath(name)
     if path.is_absolute():
         try:
-            path = path.relative_to(PurePosixPath(folder))
+            path = path.relative_to(PurePosixPath(os.path.abspath(folder)))
         except ValueError:
             raise invalid(field, f'"{name}" is not below {folder}') from None
     if not path.parts or "\0" in name:

@@ -322,8 +322,17 @@ def test_settings_that_cannot_be(open_engine, checkpoint, folder):
     with pytest.raises(ValueError, match=r'^lora_preload: path: there is no file "nobody/lora_config.json"'):
         open_engine(2, "", lora_preload="nobody")
     config = {"model": str(checkpoint(SHAPE)[0]), "device": "cpu", "lora_max_loras": 1}
-    with pytest.raises(ValueError, match="lora_dir"):
+    with pytest.raises(ValueError, match="lora_dir is not set"):
         DqCoreEngine(EngineConfig(**config)).start()
+    with pytest.raises(ValueError, match=r"lora_dir \(/no/such\) is no folder"):
+        DqCoreEngine(EngineConfig(**config, lora_dir="/no/such")).start()
+
+
+def test_the_folder_may_be_the_homes(checkpoint, folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    config = {"model": str(checkpoint(SHAPE)[0]), "device": "cpu", "threads": 1, "lora_max_loras": 1}
+    with DqCoreEngine(EngineConfig(**config, lora_dir=f"~/{folder.name}")) as engine:
+        assert engine.register_lora("x", "a")["state"] == "registered"
 
 
 def test_without_room_for_adapters(open_case):

@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,12 +34,16 @@ def refusal(folder, name, max_bytes=100) -> str:
     return str(error.value)
 
 
-def test_files_inside_are_read(folder, tmp_path):
+def test_files_inside_are_read(folder, tmp_path, monkeypatch):
     assert read_guarded(folder, "ann/weights", 6, "path") == b"inside"
     assert read_guarded(folder, str(folder / "ann" / "weights"), 6, "path") == b"inside"
     link = tmp_path / "link"
     link.symlink_to(folder)  # the operator's own
     assert read_guarded(link, "ann/weights", 6, "path") == b"inside"
+    monkeypatch.chdir(tmp_path)  # the setting may be relative, and the name absolute
+    for relative in Path("adapters"), Path("adapters/../adapters"):
+        assert read_guarded(relative, str(folder / "ann" / "weights"), 6, "path") == b"inside"
+        assert refusal(relative, tmp_path / "secret").endswith(f" is not below {relative}")
 
 
 @pytest.mark.parametrize("name", ["../secret", "ann/../../secret", "ann/../ann/weights"])
