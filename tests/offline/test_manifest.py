@@ -33,7 +33,7 @@ def test_tables(tmp_path, name, comma):
     ("name", "content", "error"),
     [
         ("m.jsonl", '{"id": "a"}', "Object missing required field `text`"),
-        ("m.jsonl", '{"id": "a", "text": "b", "speed": 2}', "Object contains unknown field `speed`"),
+        ("m.jsonl", '{"id": "a", "text": "b", "x": 2}', "Object contains unknown field `x` (--ignore names fields"),
         ("m.jsonl", '{"id": "a", "text": 5}', "Expected `str`, got `int` - at `$.text`"),
         ("m.jsonl", '{"id": "a", "text": "b", "seed": 1.5}', "Expected `int | null`, got `float` - at `$.seed`"),
         ("m.jsonl", "{", "is no JSON: "),
@@ -45,7 +45,6 @@ def test_tables(tmp_path, name, comma):
         ("m.jsonl", b'{"id": "a", "text": "b"}\n{"id": "b", "text": "\xff"}', "is no UTF-8"),
         ("m.csv", b"id,text\na,b\nb,\xff", "is no UTF-8"),
         ("m.csv", "id,text\na", "Object missing required field `text`"),
-        ("m.csv", "text,seed\na,1", "Object missing required field `id`"),
         ("m.csv", "id,text,\na,b,c", "Object contains unknown field ``"),
         ("m.jsonl", '{"id": true, "text": "b"}', "Expected `str`, got `bool` - at `$.id`"),
         ("m.csv", "id,text\na,b,c", "has more cells than there are columns"),
@@ -94,6 +93,9 @@ def test_an_id_belongs_to_its_first_line_and_ignored_fields_may_be_anything(tmp_
         ("m.csv", 'id,text\na,"b', "cannot be read: line 2: unexpected end of data$"),
         ("m.csv", 'id,text\n"a"b,c\nd,e', "cannot be read: line 2: "),
         ("m.csv", "id,text,text\na,b,c", 'cannot be read: it has two columns named "text"$'),
+        ("m.csv", "text,seed\na,1", 'cannot be read: its first line, which names the columns, has no "id"$'),
+        ("m.csv", "s1,hello there", 'has no "id"$'),
+        ("m.tsv", "id,text\na,b", 'has no "id"$'),
     ],
 )
 def test_manifests_that_cannot_be_read(tmp_path, name, content, message):

@@ -115,6 +115,8 @@ def _table(file, delimiter: str) -> Iterator[tuple[int, Fields, bool]]:
             raise ManifestError("the names of its columns are no UTF-8")
         if twice := [name for number, name in enumerate(names) if name in names[:number]]:
             raise ManifestError(f'it has two columns named "{twice[0]}"')
+        if absent := [name for name in ("id", "text") if names and name not in names]:
+            raise ManifestError(f'its first line, which names the columns, has no "{absent[0]}"')
         for cells in rows:
             if not cells:
                 continue
@@ -152,7 +154,8 @@ def _item(line: int, fields: Fields, is_text: bool, ignored: frozenset[str]) -> 
     try:
         row = msgspec.convert(given, Row, strict=not is_text)
     except msgspec.ValidationError as error:
-        return Item(line, shown, error=str(error))
+        hint = " (--ignore names fields that may be there)" if "unknown field" in str(error) else ""
+        return Item(line, shown, error=f"{error}{hint}")
     if not _ID.fullmatch(row.id) or len(row.id.encode()) > MAX_ID_BYTES:
         rule = f"must be 1 to {MAX_ID_BYTES} bytes of letters, digits, _ - and . and begin with none of the last two"
         return Item(line, shown, error=f"id: {rule}")
