@@ -133,8 +133,8 @@ def test_heartbeats_count_streams(supervisor, heartbeats):
 
 
 def test_the_sockets_are_private(supervisor):
-    assert stat.S_IMODE(supervisor._folder.stat().st_mode) == 0o700
-    assert supervisor._folder.stat().st_uid == os.getuid()
+    assert stat.S_IMODE(supervisor._folder.path.stat().st_mode) == 0o700
+    assert supervisor._folder.path.stat().st_uid == os.getuid()
 
 
 def test_a_killed_worker_fails_its_streams_within_a_second_and_comes_back(supervisor, heartbeats):
@@ -188,7 +188,7 @@ def test_sigterm_to_a_worker_ends_its_streams_in_order_and_is_no_error(superviso
 def test_stop_answers_running_streams_and_leaves_nothing():
     supervisor = Supervisor([config()])
     supervisor.start()
-    folder, (pid,) = supervisor._folder, _worker_pids_of(supervisor)
+    folder, (pid,) = supervisor._folder.path, _worker_pids_of(supervisor)
     streams = [Collector(supervisor, long_request()) for _ in range(4)]
     streams[0].next()
     begun = time.monotonic()
@@ -245,7 +245,7 @@ def test_a_worker_that_cannot_start_says_why(settings, message):
     supervisor = Supervisor([config().model_copy(update=settings)])
     with pytest.raises(WorkerStartError, match=message):
         supervisor.start()
-    assert not supervisor._folder.exists()
+    assert not supervisor._folder.path.exists()
 
 
 def test_a_reason_that_is_no_unicode_is_told(tmp_path):
@@ -267,7 +267,7 @@ def test_a_worker_that_is_killed_while_it_starts():
     with pytest.raises(WorkerStartError, match="killed by SIGKILL"):
         supervisor.start()
     thread.join()
-    assert not supervisor._folder.exists()
+    assert not supervisor._folder.path.exists()
 
 
 @pytest.mark.parametrize("when", ["starting", "serving"])

@@ -4,9 +4,7 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import subprocess
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,7 @@ from dq_engine.loading import Parts, load
 from dq_engine.model.checkpoint import read_config
 from dq_engine.parallel.group import Rank, check_divisible
 from dq_engine.parallel.messages import Message, Run, Slot, Start, write
+from dq_engine.process_folder import ProcessFolder
 from dq_engine.runner import Runner
 from dq_engine.scheduler import Step
 from dq_engine.sequence import Sequence
@@ -44,14 +43,14 @@ class Followers:
     def __init__(self, config: EngineConfig, path: Path) -> None:
         size = config.tensor_parallel_size
         devices = _devices(config.device, size)
-        self._folder = tempfile.mkdtemp(prefix="dq-parallel-")  # mode 0700
-        self.rank = Rank(0, size, self._folder)
+        self._folder = ProcessFolder("dq-parallel-")
+        self.rank = Rank(0, size, str(self._folder.path))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all of them are on this machine
         self._processes = []
         for index in range(1, size):
             process = start_module("dq_engine.parallel.follower")
             settings = {**config.model_dump(mode="json"), "device": devices[index]}
-            first = {"config": settings, "path": str(path), "rank": [index, size, self._folder]}
+            first = {"config": settings, "path": str(path), "rank": [index, size, str(self._folder.path)]}
             process.stdin.write(json.dumps(first).encode() + b"\n")
             process.stdin.flush()
             self._processes.append(process)
@@ -82,7 +81,7 @@ class Followers:
             leaving.join(_STOP_S)
             if leaving.is_alive():
                 logger.warning("leaving the group of processes takes longer than %g s; it goes on by itself", _STOP_S)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
 
 class LeadingRunner(Runner):

@@ -4,17 +4,15 @@ import itertools
 import logging
 import math
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import zmq
 
 from dq_engine.config import EngineConfig
 from dq_engine.errors import RequestError
+from dq_engine.process_folder import ProcessFolder
 from dq_engine.request import Request
 from dq_engine.serving.adapters import Adapters
 from dq_engine.serving.messages import Call, Failed, Heartbeat, Ready, Result, Submit
@@ -83,7 +81,7 @@ class Supervisor:
 
     def begin_start(self) -> None:
         """Start the workers."""
-        self._folder = Path(tempfile.mkdtemp(prefix="dq-engine-"))  # mode 0700
+        self._folder = ProcessFolder("dq-workers-")
         self._context = zmq.Context()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         for slot in self._slots:
@@ -169,14 +167,14 @@ class Supervisor:
         self._thread.join()
         os.close(self._wake)
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     def kill(self) -> None:
         """End the workers at once, without a word to anyone: for a process that is about to exit."""
         for slot in self._slots:
             if (worker := slot.worker) is not None:
                 worker.process.kill()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     def _by_load(self, index: int | None = None) -> list[WorkerProcess]:
         """The ready workers, the least loaded first, or the one of that number."""
@@ -244,7 +242,7 @@ class Supervisor:
         return None if soonest == math.inf else max(0.0, 1e3 * (soonest - time.monotonic()))
 
     def _start_worker(self, slot: WorkerSlot) -> None:
-        if (error := slot.start(self._folder, self._context)) is not None:
+        if (error := slot.start(self._folder.path, self._context)) is not None:
             self._set_start_error(error)
 
     def _receive(self, slot: WorkerSlot) -> None:
