@@ -18,6 +18,7 @@ from dq_engine.request import Chunk
 from dq_engine.runner import Runner
 from dq_engine.scheduler import Prefill, Scheduler, Step
 from dq_engine.sequence import Sequence
+from dq_engine.step_clock import StepClock
 from dq_engine.step_output import StepOutput
 from dq_engine.stream import Stream
 from dq_engine.timing import StepTimes
@@ -28,8 +29,6 @@ logger = logging.getLogger(__name__)
 _NOTHING = np.zeros(0, np.float32)
 # Where the host runs ahead it looks this often whether the device is done earlier than was expected.
 _DONE_LOOK_S = 0.001
-# What is kept of the longest time that the host took for a step, from step to step.
-_REMEMBERED = 0.9
 _LOOK_S = 0.1
 """How often the deadlines of streams are looked at that wait for their adapters, when nobody else runs."""
 
@@ -73,9 +72,7 @@ class EngineLoop:
         # Where the device is asynchronous the host launches a step before it knows whom the last one stopped.
         self._run_ahead = 0 if runner.device.type == "cpu" else 1
         self._in_flight: deque[tuple[Step, StepOutput, DecodedStep]] = deque()
-        self._last_step_end = 0.0
-        self._host_seconds = 0.0
-        """How long the host takes from deciding on a step to having launched it, at most, of late."""
+        self._clock = StepClock()
         self._turn_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="dq-engine", daemon=True)
         self._thread.start()
@@ -137,7 +134,7 @@ class EngineLoop:
                     self.counters["host_seconds"] += seconds
                     if self._in_flight and self._in_flight[-1][0] is step:  # one of prompts alone is not waited for
                         self._in_flight[-1][1].host_seconds = seconds
-                    self._host_seconds = max(seconds, _REMEMBERED * self._host_seconds)
+                    self._clock.launched(seconds)
                 while len(self._in_flight) > (self._run_ahead if step is not None else 0):
                     self._collect(*self._in_flight.popleft())
                 self._turn_began = None
@@ -153,11 +150,12 @@ class EngineLoop:
         """Take in what the other threads brought; sleeps when there is nothing to do. False when it is time to end."""
         with self._wake:
             while not (self._arrived or self._cancelled or self.closed or self._in_flight or self.scheduler.busy):
-                self._last_step_end = 0.0  # without work the device does not idle
+                self._clock.rest()
                 self._wake.wait(_LOOK_S if self.scheduler.waiting else None)
                 if self.scheduler.waiting:
                     break
-            while not self.closed and (spare := self._spare_seconds()) > 0.0:
+            running = self._in_flight[0][1] if self._in_flight else None
+            while running and not self.closed and (spare := self._clock.spare_seconds(running)) > 0.0:
                 self._wake.wait(min(spare, _DONE_LOOK_S))
             if self.closed:
                 return False
@@ -171,14 +169,6 @@ class EngineLoop:
             for sequence in [s for s in (*self.scheduler.waiting, *self.scheduler.running) if s.stream in gone]:
                 self._end(sequence, Chunk(_NOTHING, finish_reason="cancelled"))
         return True
-
-    def _spare_seconds(self) -> float:
-        """How long the device needs no next step: whoever arrives until then can still be part of it."""
-        if not self._in_flight or self._in_flight[0][1].done:
-            return 0.0
-        output = self._in_flight[0][1]
-        begun = max(output.launched_at, self._last_step_end)
-        return begun + output.least_seconds - self._host_seconds - time.monotonic()
 
     def _schedule(self) -> Step | None:
         now = time.monotonic()
@@ -266,10 +256,7 @@ class EngineLoop:
         rows = []
         stops, latents = output.wait()
         now = time.monotonic()
-        # A step begins when it is launched or, if the device was busy then, when the one before it ends.
-        idle = max(0.0, output.launched_at - self._last_step_end) if self._last_step_end else 0.0
-        seconds = now - max(output.launched_at, self._last_step_end)
-        self._last_step_end = now
+        seconds, idle = self._clock.ended(output.launched_at, now)
         prefill_tokens = sum(p.length for p in step.prefills)
         self._pacer.costs.observe(len(stops), prefill_tokens, seconds)
         self._count_time(step, seconds)
