@@ -25,6 +25,7 @@ async def run(
 ) -> None:
     """Measure a number of users over a time."""
     async with Bench(common) as bench:
+        print(f"{num_users} users, {warmup_s:g} s to warm up and {duration_s:g} s to measure", flush=True)
         start = time.perf_counter() + warmup_s
         end = start + duration_s
         records: list[StreamRecord] = []

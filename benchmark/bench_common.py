@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Annotated
 
+import commands
 import typer
 from bench_drivers import PoolDriver, ServerDriver
 from load import gpu_memory_mib, measure
@@ -92,11 +93,8 @@ def command(run: Callable[..., Coroutine]) -> Callable:
         shared = Common(**{option.name: values.pop(option.name) for option in common})
         if (shared.model is None) == (shared.url is None):
             raise typer.BadParameter("give either --model or --url")
-        try:
+        with commands.errors_in_one_line():
             asyncio.run(run(shared, **values))
-        except (ValueError, RuntimeError) as error:  # of the engine, a server, an adapter
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(1) from None
 
     options = [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in [*common, *own]]
     call.__signature__ = inspect.Signature(options)
@@ -124,7 +122,7 @@ class Bench:
         try:
             await self._driver.start()
         except Exception as error:  # each engine has its own
-            raise RuntimeError(f"the engine did not start: {error}") from error
+            raise RuntimeError(f"the engine did not start: {commands.one_line(error)}") from error
         try:
             for name in self._names:
                 await self._driver.register(name, self.common.lora_path)
@@ -145,7 +143,11 @@ class Bench:
         return await measure(self._driver, Job(self._text, most, None, lora), due, timeout_s)
 
     def report(self, records: list[StreamRecord], wall_s: float, **more: object) -> None:
-        """Print what came of the requests, and write --json-out."""
+        """Print what came of the requests, and write --json-out.
+
+        Raises:
+            RuntimeError: every one failed.
+        """
         summary = {**more, **(figures(records, wall_s) if records else {}), "gpu_memory_mib": gpu_memory_mib()}
         for name, value in summary.items():
             print(f"  {name}: {value}")
@@ -157,6 +159,8 @@ class Bench:
             result = {"options": options, "summary": summary, "requests": [_request(r) for r in records]}
             self.common.json_out.write_text(json.dumps(result, indent=1))
             print(f"  {self.common.json_out}")
+        if records and all(record.failure for record in records):
+            raise RuntimeError("every request failed")
 
 
 async def drained(tasks: Iterable[asyncio.Task[StreamRecord]], timeout_s: float) -> list[StreamRecord]:

@@ -1,5 +1,6 @@
 """The engines behind the three bench_*.py: a pool of processes of this machine, or a running tritonserver."""
 
+import contextlib
 import json
 import os
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from drivers import Driver, TritonDriver
+from drivers import Driver, failure
 from safetensors import safe_open
 from speaking import TritonSpeaking
 from workload import Job
@@ -51,15 +52,17 @@ class PoolDriver(Driver):
         await self._pool.register_lora(name, path)
 
     async def speak(self, job: Job) -> AsyncIterator[float]:
-        async for samples in self._pool.generate(
+        stream = self._pool.generate(
             target_text=job.text,
             max_generate_length=job.patches,
             temperature=self._common.temperature,
             cfg_value=self._common.cfg_value,
             seed=self._common.seed,
             lora_name=job.lora,
-        ):
-            yield len(samples) / self._sample_rate
+        )
+        async with contextlib.aclosing(stream):
+            async for samples in stream:
+                yield len(samples) / self._sample_rate
 
     async def stop(self) -> None:
         await self._pool.stop()
@@ -73,10 +76,8 @@ class ServerDriver(Driver):
         self._registered: list[str] = []
 
     async def start(self) -> dict:
-        asked = TritonDriver(self._common.url)
-        await asked.start()  # raises if nobody serves there
-        await asked.stop()
         self._speaking = TritonSpeaking(self._common.url)
+        await self._speaking.start()
         return {}
 
     async def register(self, name: str, path: str) -> None:
@@ -84,6 +85,8 @@ class ServerDriver(Driver):
         self._registered.append(name)
 
     async def speak(self, job: Job) -> AsyncIterator[float]:
+        from tritonclient.utils import InferenceServerException
+
         fields = {
             "text": job.text,
             "max_generate_length": job.patches,
@@ -93,8 +96,12 @@ class ServerDriver(Driver):
             "lora": job.lora,
         }
         given = {name: value for name, value in fields.items() if value is not None}
-        async for samples, sample_rate, *_ in self._speaking.chunks(given):
-            yield len(samples) / (self._common.sample_rate or sample_rate)
+        try:
+            async with contextlib.aclosing(self._speaking.chunks(given)) as chunks:
+                async for samples, sample_rate, *_ in chunks:
+                    yield len(samples) / (self._common.sample_rate or sample_rate)
+        except InferenceServerException as error:
+            raise failure(error.message()) from error
 
     async def stop(self) -> None:
         await self._speaking.close()

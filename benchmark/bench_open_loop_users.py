@@ -29,6 +29,7 @@ async def run(
 ) -> None:
     """Measure a rate over a time."""
     async with Bench(common) as bench:
+        print(f"{rps:g} a second, {warmup_s:g} s to warm up and {duration_s:g} s to measure", flush=True)
         warm = time.perf_counter() + warmup_s
         while time.perf_counter() < warm:
             await bench.request(time.perf_counter(), min(common.max_generate_length, WARM_UP_PATCHES))

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import commands
 import typer
 from engine_process import run_to_its_end
 from load import BURST_BESIDE
@@ -41,6 +42,7 @@ from load_options import (
     Timeout,
     counts,
     numbers,
+    spans,
 )
 from plots import plot
 from table import USUAL_CHARACTERS, USUAL_PATCHES, markdown, table
@@ -133,6 +135,8 @@ def main(
     """Compare engines on one GPU in one run."""
     began = time.monotonic()
     names = chosen_engines(engines)
+    for check, text in ((spans, characters), (spans, patches), (numbers, references)):
+        check(text)  # here, and not in each engine's process
     if "engine-offline" in names and not counts(closed):
         raise typer.BadParameter("engine-offline is measured in closed loops: give --closed")
     if quick:
@@ -189,4 +193,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app()
+    commands.run(app)

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 import numpy as np
+from speaking import check_ready
 from workload import Job
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class EngineDriver(Driver):
                     stream = None
         except RequestError as error:
             stream = None
-            raise _failure(str(error)) from error
+            raise failure(str(error)) from error
         finally:
             if stream is not None:  # the client gave it up
                 stream.cancel()
@@ -192,18 +193,12 @@ class TritonDriver(Driver):
 
     async def start(self) -> dict:
         import tritonclient.grpc.aio as grpc_aio
-        from tritonclient.utils import InferenceServerException
 
         alone = [("grpc.use_local_subchannel_pool", 1)]  # otherwise gRPC joins them into one connection
         self._clients = [
             grpc_aio.InferenceServerClient(self._url, channel_args=alone) for _ in range(self._connections)
         ]
-        try:
-            ready = await self._clients[0].is_model_ready("voxcpm2", client_timeout=10)
-        except InferenceServerException as error:
-            raise ConnectionError(f"no gRPC from {self._url} (8001 by default): {error.message()}") from None
-        if not ready:
-            raise ConnectionError(f"the model voxcpm2 is not ready on {self._url}")
+        await check_ready(self._clients[0], self._url)
         self.cached_tokens, self._sent = 0, 0
         return {"url": self._url, "connections": self._connections, "output_format": self._format}
 
@@ -239,7 +234,7 @@ class TritonDriver(Driver):
                     self.cached_tokens += json.loads(result.as_numpy("stats")[0])["cached_tokens"]
                     return
         except InferenceServerException as error:
-            raise _failure(error.message()) from error
+            raise failure(error.message()) from error
         finally:
             stream.cancel()
 
@@ -257,7 +252,8 @@ class TritonDriver(Driver):
             await client.close()
 
 
-def _failure(message: str) -> Exception:
+def failure(message: str) -> Exception:
+    """The exception for what a server or an engine of ours answered."""
     return Refused(message) if "UNAVAILABLE" in message else RuntimeError(message)
 
 

@@ -15,6 +15,7 @@ from collections import Counter
 from itertools import count as numbers
 from typing import Annotated
 
+import commands
 import typer
 from drivers import TritonDriver
 from load import measure
@@ -48,6 +49,10 @@ async def listen(url: str, count: int, characters: Range, patches: Range, timeou
     return ended
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
 def main(
     url: Annotated[str, typer.Argument(help="host:port of a tritonserver's gRPC")],
     count: Annotated[int, typer.Option(min=1, help="listeners")] = 64,
@@ -62,4 +67,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    commands.run(app)

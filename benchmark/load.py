@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import commands
 import typer
 from drivers import Driver, Refused, Settings, make_driver
 from load_options import (
@@ -250,7 +251,9 @@ def main(
     ] = OutputFormat.f32,
     timeout: Timeout = 60,
     seed: Seed = 0,
-    json_path: Annotated[Path | None, typer.Option("--json", help="append the rows to this file")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", callback=commands.in_a_folder, help="append the rows to this file")
+    ] = None,
     resume: Annotated[bool, typer.Option(help="leave out the rows that the file has")] = False,
 ) -> None:
     """Put one engine under load and say what its callers notice."""
@@ -290,11 +293,8 @@ def main(
 
     settings = Settings(max_num_seqs, memory, realtime=not offline)
     driver = make_driver(engine.value, target, settings, output_format.value)
-    try:
-        asyncio.run(run(driver, rows, write, common))
-    except ConnectionError as error:  # there is no server
-        raise SystemExit(f"error: {error}") from None
+    asyncio.run(run(driver, rows, write, common))
 
 
 if __name__ == "__main__":
-    app()
+    commands.run(app)

@@ -25,12 +25,13 @@ from itertools import count, cycle
 from pathlib import Path
 from typing import Annotated
 
+import commands
 import typer
 from adapters import write_adapters
 from drivers import Driver, Settings, make_driver
 from engine_process import run_to_its_end
 from load import READY_TIMEOUT_S, at_once, gpu_memory_mib, measure
-from load_options import counts
+from load_options import counts, span
 from stream_metrics import StreamRecord, figures
 from workload import Range, make_jobs
 
@@ -185,11 +186,13 @@ def main(
         "registered": sorted(counts(registered)),
         "slots": slots,
         "fewest": fewest,
-        "patches": patches,
+        "patches": str(span(patches)),
         "users": users,
         "seconds": seconds,
         "memory": memory,
     }
+    if not options["streams"] or not options["registered"]:
+        raise typer.BadParameter("nothing to measure: give --streams and --registered")
     if folder is not None:
         asyncio.run(measure_engine(engines, str(model), folder, options, out / "lora.jsonl"))
         return
@@ -223,4 +226,4 @@ def run_engine(name: str, arguments: list[str], out: Path, timeout_s: float) -> 
 
 
 if __name__ == "__main__":
-    app()
+    commands.run(app)

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import commands
 import numpy as np
 import torch
 import typer
@@ -181,9 +182,9 @@ def main(
     arguments.append(f"--tensor-parallel={tensor_parallel}")
     for name in ["float32", *names]:
         command = [sys.executable, str(Path(__file__).resolve()), *arguments, f"--part={name}"]
+        print(f"{name}: speaking", flush=True)
         if fault := run_to_its_end(command, out / f"{name}.log", engine_timeout):
-            print(f"{name}: {fault}; see {out}/{name}.log", file=sys.stderr)
-            raise typer.Exit(1)
+            raise RuntimeError(f"{name}: {fault}; see {out}/{name}.log")
     with np.load(out / "float32.npz") as exact:
         latents, audio = exact["latents"], exact["audio"]
     result = {"model": model, "streams": streams, "patches": patches, "tensor_parallel": tensor_parallel}
@@ -217,4 +218,4 @@ def measure_part(part: str, model: str, jobs: list[Job], gpus: int, out: Path) -
 
 
 if __name__ == "__main__":
-    app()
+    commands.run(app)

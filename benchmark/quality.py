@@ -18,10 +18,13 @@ from typing import Annotated
 import numpy as np
 import soundfile
 import typer
+from commands import in_a_folder, run
 from judge import ONE_LEVEL, SAME_AUDIO, Judge, difference, summary
+from load_options import counts
 from quality_plot import plot
 from speaker import SAMPLE_RATE, SpeakerModel, train_speaker_model
 from speaking import EngineSpeaking, Speaking, Spoken, TritonSpeaking
+from tqdm import tqdm
 from utterances import MATRIX_MODES, MODES, PROMPTS, RECORDINGS, REFERENCES, VOICES, Utterance, make_utterances
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -46,13 +49,14 @@ class Engine(str, enum.Enum):
 async def speak_all(
     speaking: Speaking, utterances: list[Utterance], streams: int, stagger_s: float = 0.05, leavers: bool = True
 ) -> list[Spoken]:
-    """Speak utterances, `streams` at a time.
+    """Speak utterances, `streams` at a time; how many are done is seen on a terminal.
 
     Args:
         stagger_s: between the beginnings of the first `streams`.
         leavers: with several streams, beside every third one more runs and is cancelled half-way.
     """
     slots = asyncio.Semaphore(streams)
+    bar = tqdm(total=len(utterances), desc=f"{streams} streams: speaking", unit=" sentences", leave=False, disable=None)
 
     async def leave(index: int, utterance: Utterance) -> None:
         await asyncio.sleep(4 * stagger_s)  # what they have in common is in the cache by then
@@ -62,12 +66,15 @@ async def speak_all(
     async def one(index: int, utterance: Utterance) -> Spoken:
         await asyncio.sleep(stagger_s * min(index, streams - 1))
         async with slots:
-            spoken = speaking.speak(utterance.fields())
-            if streams == 1 or not leavers or index % 3 != 2:
-                return await spoken
-            return (await asyncio.gather(spoken, leave(index, utterance)))[0]
+            parts = [speaking.speak(utterance.fields())]
+            if streams > 1 and leavers and index % 3 == 2:
+                parts.append(leave(index, utterance))
+            spoken, *_ = await asyncio.gather(*parts)
+            bar.update()
+            return spoken
 
-    return await asyncio.gather(*(one(index, utterance) for index, utterance in enumerate(utterances)))
+    with bar:
+        return await asyncio.gather(*(one(index, utterance) for index, utterance in enumerate(utterances)))
 
 
 def figures(judge: Judge, utterances: list[Utterance], spoken: list[Spoken], alone: list[Spoken]) -> dict:
@@ -76,10 +83,8 @@ def figures(judge: Judge, utterances: list[Utterance], spoken: list[Spoken], alo
     Args:
         alone: the same utterances, spoken one at a time.
     """
-    verdicts = [
-        judge.listen(u.sentence, s.samples, s.sample_rate, s.finish_reason)
-        for u, s in zip(utterances, spoken, strict=True)
-    ]
+    pairs = tqdm(list(zip(utterances, spoken, strict=True)), "listening", leave=False, disable=None, unit=" sentences")
+    verdicts = [judge.listen(u.sentence, s.samples, s.sample_rate, s.finish_reason) for u, s in pairs]
     differences = [difference(s.samples, a.samples) for s, a in zip(spoken, alone, strict=True)]
     row = summary(verdicts, [u.voice for u in utterances])
     row["modes"] = {}
@@ -98,6 +103,7 @@ async def measure_rows(speaking: Speaking, judge: Judge, utterances: list[Uttera
     """A row of figures for each number of streams at once."""
     rows, alone = [], None
     for count in streams:
+        print(f"{count} streams: {len(utterances)} sentences", flush=True)
         began = time.perf_counter()
         spoken = await speak_all(speaking, utterances, count)
         seconds = time.perf_counter() - began
@@ -155,20 +161,18 @@ def measure(
     seed: Annotated[int, typer.Option(help="of sentences and noise")] = 0,
     kv_blocks: Annotated[int, typer.Option(min=0, help="engine: so few that streams are preempted; 0 = enough")] = 0,
     same_audio: Annotated[bool, typer.Option(help="all rows' audio must be the first's, as it is in float32")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="write the rows to this file")] = None,
-    picture: Annotated[Path | None, typer.Option("--plot", help="write a PNG")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", callback=in_a_folder, help="write the rows here")] = None,
+    picture: Annotated[Path | None, typer.Option("--plot", callback=in_a_folder, help="write a PNG")] = None,
 ) -> None:
     """Have sentences spoken and judge them; ends with 1 if what is heard is not good enough."""
-    try:
-        counts = [int(part) for part in streams.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"--streams: {streams!r} is not a list of numbers such as 1,32") from None
-    chosen = tuple(modes.split(","))
-    if not set(chosen) <= set(MODES) or min(counts) < 1:
-        raise typer.BadParameter("--modes are of " + ", ".join(MODES) + ", and --streams start at 1")
+    at_once, chosen = counts(streams), tuple(modes.split(","))
+    if not at_once:
+        raise typer.BadParameter("nothing to measure: give --streams")
+    if not set(chosen) <= set(MODES):
+        raise typer.BadParameter("--modes are of " + ", ".join(MODES))
     speakers = SpeakerModel.load(SPEAKERS)
     judge, utterances = Judge(speakers), make_utterances(sentences, seed, chosen)
-    rows = asyncio.run(_run(engine, target, judge, utterances, counts, kv_blocks))
+    rows = asyncio.run(_run(engine, target, judge, utterances, at_once, kv_blocks))
     if json_path is not None:
         about = {"target": target, "seed": seed, "speaker_model_error": speakers.error}
         json_path.write_text(json.dumps({**about, "rows": rows}, indent=1))
@@ -180,22 +184,27 @@ def measure(
 
 
 async def _run(
-    engine: Engine, target: str, judge: Judge, utterances: list[Utterance], counts: list[int], kv_blocks: int
+    engine: Engine, target: str, judge: Judge, utterances: list[Utterance], at_once: list[int], kv_blocks: int
 ) -> list[dict]:
     if engine is Engine.triton:
+        from tritonclient.utils import InferenceServerException
+
         speaking = TritonSpeaking(target)
         try:
-            return await measure_rows(speaking, judge, utterances, counts)
+            await speaking.start()
+            return await measure_rows(speaking, judge, utterances, at_once)
+        except InferenceServerException as error:
+            raise RuntimeError(error.message()) from error
         finally:
             await speaking.close()
     from dq_engine.engine import DqCoreEngine, EngineConfig
 
     # Every leaver is a stream more.
     config = EngineConfig(
-        model=target, max_num_seqs=2 * max(counts), realtime=False, num_kvcache_blocks=kv_blocks, queue_timeout_s=3600
+        model=target, max_num_seqs=2 * max(at_once), realtime=False, num_kvcache_blocks=kv_blocks, queue_timeout_s=3600
     )
     with DqCoreEngine(config) as running:
-        rows = await measure_rows(EngineSpeaking(running), judge, utterances, counts)
+        rows = await measure_rows(EngineSpeaking(running), judge, utterances, at_once)
         print(f"preemptions: {running.snapshot()['preemptions']}")
         return rows
 
@@ -228,4 +237,4 @@ def record(
 
 
 if __name__ == "__main__":
-    app()
+    run(app)

@@ -33,6 +33,26 @@ class Spoken:
     stats: dict
 
 
+async def check_ready(client, url: str) -> None:
+    """See that a tritonserver serves voxcpm2.
+
+    Args:
+        client: tritonclient's, for asyncio.
+        url: of the client.
+
+    Raises:
+        ConnectionError: it does not.
+    """
+    from tritonclient.utils import InferenceServerException
+
+    try:
+        ready = await client.is_model_ready("voxcpm2", client_timeout=10)
+    except InferenceServerException as error:
+        raise ConnectionError(f"no gRPC from {url} (8001 by default): {error.message()}") from None
+    if not ready:
+        raise ConnectionError(f"the model voxcpm2 is not ready on {url}")
+
+
 class Speaking(abc.ABC):
     """Where requests go."""
 
@@ -91,7 +111,11 @@ class TritonSpeaking(Speaking):
     def __init__(self, url: str) -> None:
         from tritonclient.grpc.aio import InferenceServerClient
 
-        self._client = InferenceServerClient(url)
+        self._client, self._url = InferenceServerClient(url), url
+
+    async def start(self) -> None:
+        """Raises ConnectionError: there is no such server, or its model is not ready."""
+        await check_ready(self._client, self._url)
 
     async def chunks(self, fields: dict):
         from tritonclient.grpc import InferInput

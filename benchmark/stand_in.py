@@ -15,11 +15,14 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import commands
 import torch
 import typer
 from safetensors.torch import save_file
+from tqdm import tqdm
 from transformers import LlamaTokenizerFast
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tools"))
 SMALL = ROOT / "models" / "small"
@@ -76,7 +79,8 @@ def write_checkpoint(folder: Path, sizes: dict, seed: int) -> int:
     shapes = {
         name: parameter.shape for name, parameter in model.named_parameters() if not name.startswith("audio_vae.")
     }
-    weights = {name: _weight(name, shape, generator) for name, shape in shapes.items()}
+    named = tqdm(shapes.items(), "drawing weights", unit="", leave=False, disable=None)
+    weights = {name: _weight(name, shape, generator) for name, shape in named}
     save_file(weights, folder / "model.safetensors")
     torch.save({"state_dict": vae.state_dict()}, folder / "audiovae.pth")
     return sum(weight.numel() for weight in weights.values())
@@ -93,6 +97,7 @@ def _weight(name: str, shape: torch.Size, generator: torch.Generator) -> torch.T
     return (scale * torch.randn(shape, generator=generator)).to(torch.bfloat16)
 
 
+@app.command()
 def main(
     out: Annotated[Path, typer.Argument(help="folder that is not there yet")],
     seed: Annotated[int, typer.Option(min=0, help="of the weights")] = 0,
@@ -105,4 +110,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    commands.run(app)

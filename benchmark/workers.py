@@ -19,12 +19,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
+import commands
 import typer
 from compare import ENTRYPOINT
-from load_options import Characters, Entrypoint, Memory, Patches, Seed
+from load_options import Characters, Entrypoint, Memory, Patches, Seed, span
 from prometheus_client.parser import text_string_to_metric_families
-from triton_server import TritonServer  # compare.py has put tools/ on the path
+from triton_server import ServerError, TritonServer  # compare.py has put tools/ on the path
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 LISTENERS = Path(__file__).resolve().with_name("listeners.py")
 PER_PROCESS = 64
 LOOK_S = 0.05
@@ -34,7 +36,11 @@ Figures = dict[str, dict[str, float]]
 
 @contextlib.contextmanager
 def listeners(url: str, streams: int, characters: str, patches: str, seed: int) -> Iterator[list[dict]]:
-    """Streams that go on until the end of the context; then the list holds how they ended, a dictionary a process."""
+    """Streams that go on until the end of the context; then the list holds how they ended, a dictionary a process.
+
+    Raises:
+        RuntimeError: a process of them ended before its time, or not well; it says why on standard error.
+    """
     counts = [min(PER_PROCESS, streams - begun) for begun in range(0, streams, PER_PROCESS)]
     options = [f"--characters={characters}", f"--patches={patches}"]
     processes = [
@@ -51,7 +57,10 @@ def listeners(url: str, streams: int, characters: str, patches: str, seed: int) 
     finally:
         for process in processes:
             process.terminate()
-        ended += [json.loads(process.communicate()[0] or "{}") for process in processes]
+        said = [process.communicate()[0] for process in processes]
+    if codes := [process.returncode for process in processes if process.returncode]:
+        raise RuntimeError(f"{len(codes)} of {len(processes)} processes of listeners ended with {codes[0]}")
+    ended += [json.loads(line) for line in said]
 
 
 def read_metrics(url: str) -> Figures:
@@ -93,6 +102,7 @@ def rates(url: str, seconds: float) -> dict[str, dict[str, float]]:
     return result
 
 
+@app.command()
 def main(
     model: Annotated[str, typer.Argument(help="checkpoint directory; best one that never stops by itself")],
     devices: Annotated[str, typer.Option(help="of the workers, as DQ_ENGINE_DEVICES takes them")] = "0,1",
@@ -108,6 +118,7 @@ def main(
     out: Annotated[Path, typer.Option(help="folder of the results; replaces earlier ones")] = Path("build/workers"),
 ) -> None:
     """Compare several workers with one."""
+    options = str(span(characters)), str(span(patches))
     out.mkdir(parents=True, exist_ok=True)
     (out / "workers.jsonl").write_text("")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -119,14 +130,16 @@ def main(
             "DQ_ENGINE_GPU_MEMORY_UTILIZATION": str(memory),
         }
         log = out / f"tritonserver_{number}.log"
-        with (
-            TritonServer(
-                model, environment=environment, entrypoint=entrypoint, log_path=log, ready_timeout_s=ready_timeout
-            ) as server,
-            listeners(server.grpc_url, number * streams, characters, patches, seed + number) as ended,
-        ):
-            time.sleep(settle)
-            workers = rates(server.metrics_url, seconds)
+        print(f"workers: {number}, starting", flush=True)
+        server = TritonServer(
+            model, environment=environment, entrypoint=entrypoint, log_path=log, ready_timeout_s=ready_timeout
+        )
+        try:
+            with server, listeners(server.grpc_url, number * streams, *options, seed + number) as ended:
+                time.sleep(settle)
+                workers = rates(server.metrics_url, seconds)
+        except ServerError as error:
+            raise RuntimeError(f"{str(error).splitlines()[-1]}; see {log}") from None
         audio = sum(worker["audio_s_per_s"] for worker in workers.values())
         failures = sum(count for each in ended for what, count in each.items() if what != "end")
         row = {"workers": number, "streams": streams, "audio_s_per_s": audio, "failures": failures, "each": workers}
@@ -139,4 +152,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    commands.run(app)

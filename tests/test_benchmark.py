@@ -1,9 +1,12 @@
 """benchmark/: its arithmetic on made-up arrivals, its loops, and the commands with the small model on a CPU."""
 
 import asyncio
+import importlib
+import io
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -12,16 +15,22 @@ import time
 import numpy as np
 import pytest
 from triton_server import ROOT
+from tritonclient.utils import InferenceServerException
 from typer.testing import CliRunner
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 
 import bench_common  # noqa: E402
 import bench_drivers  # noqa: E402
+import commands  # noqa: E402
 import drivers  # noqa: E402
 import load  # noqa: E402
+import quality  # noqa: E402
+import workers  # noqa: E402
+from speaking import Speaking, Spoken  # noqa: E402
 from stream_metrics import PATCH_S, StreamRecord, figures, peak_streams, percentile  # noqa: E402
 from table import table  # noqa: E402
+from utterances import make_utterances  # noqa: E402
 from workload import Range, make_jobs, poisson_arrivals  # noqa: E402
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -281,18 +290,86 @@ def test_the_load_of_a_real_server(server, tmp_path, output_format, engine, seed
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("command", "message"),
     [
-        ([], "nothing to measure"),
-        (["--closed=1,x"], "is not a list of numbers"),
-        (["--closed=0"], "whole numbers from 1"),
-        (["--closed=1", "--patches=0"], "1 <= LOW <= HIGH"),
+        ("load engine models/small", "nothing to measure"),
+        ("load engine models/small --closed=1,x", "is not a list of numbers"),
+        ("load engine models/small --closed=0", "whole numbers from 1"),
+        ("load engine models/small --closed=1 --patches=0", "1 <= LOW <= HIGH"),
+        ("load engine models/small --closed=1 --json=/nowhere/a.json", "'--json': there is no directory /nowhere"),
+        ("compare models/small --engines=engine --patches=5:4 --out=/nowhere", "1 <= LOW <= HIGH"),
+        ("lora models/small --registered=", "give --streams and --registered"),
+        ("lora models/small --patches=5:4 --out=/nowhere", "1 <= LOW <= HIGH"),
+        ("listeners localhost:1 --patches=5:4", "1 <= LOW <= HIGH"),
+        ("workers models/small --patches=5:4 --out=/nowhere", "1 <= LOW <= HIGH"),
+        ("quality measure engine models/small --streams=x", "is not a list of numbers"),
+        ("quality measure engine models/small --plot=/", "'--plot': / is a directory"),
+        ("stand_in models/small", "models/small is there already"),
     ],
 )
-def test_bad_options_are_named(options, message):
-    result = CliRunner().invoke(load.app, ["engine", "models/small", *options], env={"COLUMNS": "200"})
+def test_bad_options_are_named(command, message):
+    name, *arguments = command.split()
+    result = CliRunner().invoke(importlib.import_module(name).app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert message in result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("load triton localhost:1 --closed=1", "no gRPC from localhost:1 (8001 by default): "),
+        ("load engine /nowhere --closed=1", "/nowhere is neither a directory nor a hub id of the form owner/name"),
+        ("listeners localhost:1", "no gRPC from localhost:1 (8001 by default): "),
+        ("quality measure triton localhost:1 --sentences=1", "no gRPC from localhost:1 (8001 by default): "),
+        ("quality measure engine /nowhere --sentences=1", "/nowhere is neither a directory nor a hub id"),
+        ("compare models/small --out=/proc/nowhere", "/proc/nowhere: No such file or directory"),
+        ("lora /nowhere --out={out}", "/nowhere/config.json: No such file or directory"),
+        ("workers /nowhere --out={out}", "entrypoint: /nowhere is neither a directory nor a hub id of the form owner"),
+        ("stand_in /proc/nowhere", "/proc/nowhere: No such file or directory"),
+    ],
+)
+def test_what_goes_wrong_is_one_line(command, message, tmp_path, monkeypatch):
+    name, *arguments = command.format(out=tmp_path).split()
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    on_end = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            commands.run(importlib.import_module(name).app)
+    finally:
+        signal.signal(signal.SIGTERM, on_end)
+    assert ended.value.code.startswith(f"error: {message}") and "\n" not in ended.value.code
+
+
+def test_a_wrong_port_is_one_line_of_the_commands_themselves():
+    for script, *arguments in (["quality.py", "measure", "triton"], ["listeners.py"], ["bench_inference.py", "--url"]):
+        done = run(f"benchmark/{script}", *arguments, "localhost:1")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_how_far_the_measure_of_quality_is_is_seen_on_a_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    class Slow(Speaking):
+        chunks = None
+
+        async def speak(self, fields: dict) -> Spoken:
+            await asyncio.sleep(0.15)  # tqdm shows a change after 0.1 s
+            return Spoken(np.zeros(1, np.float32), 48000, "stop", {})
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    asyncio.run(quality.speak_all(Slow(), make_utterances(3, seed=0), 1))
+    shown = sys.stderr.getvalue()
+    assert "1 streams: speaking" in shown
+    assert all(f" {done}/3 [" in shown for done in (0, 1, 2))
+
+
+def test_listeners_that_hear_nothing_are_an_error():
+    said = pytest.raises(RuntimeError, match="1 of 1 processes of listeners ended with")
+    with said, workers.listeners("localhost:1", 1, "14", "4", 0):
+        pass
 
 
 def test_the_table_shows_ratios_of_one_run():
@@ -373,6 +450,25 @@ def test_a_request_to_a_server_that_takes_too_long_is_given_up():
     record = asyncio.run(bench.request(time.perf_counter()))
     assert (record.failure, record.message) == ("timeout", "given up after 0.1 s")
     assert bench._driver.given_up == 1
+
+
+def test_a_server_that_has_no_room_refuses():
+    class Full:
+        async def chunks(self, fields):
+            raise InferenceServerException("UNAVAILABLE: the queue is full")
+            yield
+
+    driver = bench_drivers.ServerDriver(bench_common.Common(url="x"))
+    driver._speaking = Full()
+    found = asyncio.run(load.measure(driver, make_jobs(1, Range(3, 3), Range(2, 2), 0, "")[0], 0.0, 1.0))
+    assert (found.failure, found.message) == ("refused", "UNAVAILABLE: the queue is full")
+
+
+def test_a_script_whose_requests_all_fail_does_not_end_well(capsys):
+    bench = bench_common.Bench(bench_common.Common(url="x"))
+    bench.report([record(*STEADY), record(failure="error")], 1.0)
+    with pytest.raises(RuntimeError, match="every request failed"):
+        bench.report([record(failure="error")], 1.0)
 
 
 def test_a_server_has_its_own_adapters_again_in_the_end(monkeypatch):
