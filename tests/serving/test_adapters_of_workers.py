@@ -250,3 +250,17 @@ def test_a_worker_that_fails_does_not_keep_the_others_from_unregistering():
     workers.remove(0)
     with pytest.raises(RequestError, match="^NOT_FOUND"):
         adapters.unregister("ann")
+
+
+def test_a_worker_that_dies_while_it_is_asked_has_unregistered(workers, adapters):
+    adapters.register("ann", "old")
+
+    def dies(operation, arguments, worker) -> Result:
+        workers.serving.remove(worker)
+        raise RequestError("INTERNAL", f"the engine worker {worker} died; its streams are lost")
+
+    workers._change = dies
+    assert adapters.unregister("ann") == [] and adapters.names == []
+    workers.serving = [0, 1]
+    with pytest.raises(RequestError, match="^INTERNAL: the engine worker 0 died"):
+        adapters.unregister("ann")

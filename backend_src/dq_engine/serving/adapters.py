@@ -82,21 +82,21 @@ class Adapters:
     def unregister(self, name: str, timeout_s: float = TIMEOUT_S) -> list[dict]:
         """Take an adapter back from every worker; see `DqCoreEngine.unregister_lora`. As `register`.
 
-        Where one worker fails, the others have it no more all the same.
+        Where one worker fails, the others have it no more all the same. One that dies is no failure: it has none.
         """
-        done, errors, ends = [], [], time.monotonic() + timeout_s
+        done, errors, ends = [], {}, time.monotonic() + timeout_s
         with self._changing(name, ends):
             workers = self._serving()
-            self._files.pop(name, None)
+            known = self._files.pop(name, None) is not None
             for worker in workers:
                 try:
                     done.append(self._do("unregister_lora", {"name": name}, worker, ends))
                 except RequestError as error:
-                    errors.append(error)
+                    errors[worker] = error
                 self._missing.discard((worker, name))
-        failed = [error for error in errors if error.code != "NOT_FOUND"]
-        if failed or not done:
-            raise (failed or errors)[0]
+        failed = [e for worker, e in errors.items() if e.code != "NOT_FOUND" and worker in self._workers()]
+        if failed or not (done or known):
+            raise failed[0] if failed else errors[workers[0]]
         return done
 
     def restore(self, worker: int, do: Callable[[str, dict, float], Result], serve: Callable[[], None]) -> None:
