@@ -80,8 +80,8 @@ def check(
     if reference is None and prompt is None:
         raise invalid(field or "reference_latents", "a voice holds a reference, a prompt or both")
     if (prompt is None) != (prompt_text is None):
-        missing = "prompt_text" if prompt_text is None else "prompt_latents"
-        raise invalid(field or missing, "a prompt is a recording and its words")
+        missing, given = ("prompt_text", "prompt audio") if prompt_text is None else ("prompt_audio", "prompt_text")
+        raise invalid(field or missing, f"is required with {given}: a prompt is a recording and its words")
     if prompt_text is not None:
         check_text(field or "prompt_text", prompt_text)
     for kind, latents in ("reference_latents", reference), ("prompt_latents", prompt):

@@ -72,8 +72,8 @@ def test_names_that_cannot_be(store, name):
     ("fields", "message"),
     [
         ({}, "reference_latents: a voice holds a reference, a prompt or both"),
-        ({"prompt_latents": PROMPT}, "prompt_text: a prompt is a recording and its words"),
-        ({"reference_latents": PROMPT, "prompt_text": "a"}, "prompt_latents: a prompt is a recording and its words"),
+        ({"prompt_latents": PROMPT}, "prompt_text: is required with prompt audio: a prompt is a recording"),
+        ({"reference_latents": PROMPT, "prompt_text": "a"}, "prompt_audio: is required with prompt_text: "),
         ({"prompt_latents": PROMPT, "prompt_text": " "}, "prompt_text: is empty"),
         ({"reference_latents": REFERENCE[:3]}, "reference_latents: must have a multiple of 4 frames"),
         ({"reference_latents": REFERENCE[:, :8]}, "reference_latents: must have shape [frames, 64], got [8, 8]"),
