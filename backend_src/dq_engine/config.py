@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, SettingsConfigDict
 
 from dq_engine.errors import CheckpointError
@@ -117,7 +118,7 @@ class EngineConfig(BaseSettings):
     lora_target_modules_dit: str = Field(
         default="q_proj,k_proj,v_proj,o_proj",
         pattern=rf"^(none|{_LAYER_TARGETS}(,{_LAYER_TARGETS})*)$",
-        description="the same of LocDiT",
+        description="projections of LocDiT that adapters may change, named likewise, or none",
     )
     lora_target_proj_modules: str = Field(
         default="enc_to_lm_proj,lm_to_dit_proj,res_to_dit_proj,fusion_concat_proj",
@@ -199,12 +200,21 @@ class EngineConfig(BaseSettings):
         try:
             return cls(**{name: value for name, value in parameters.items() if value != ""})
         except ValidationError as error:
-            missing = f"is required (variable {cls.model_config['env_prefix']}MODEL)"  # the only one without a default
-            faults = "; ".join(
-                f"{'.'.join(map(str, e['loc']))}: {missing if e['type'] == 'missing' else e['msg']}"
-                for e in error.errors()
-            )
+            faults = "; ".join(map(cls._fault, error.errors()))
             raise ValueError(f"engine settings: {faults}") from None
+
+    @classmethod
+    def _fault(cls, error: ErrorDetails) -> str:
+        """What is wrong with a setting."""
+        name = str(error["loc"][0])
+        message = error["msg"].removeprefix("Value error, ")
+        if error["type"] == "missing":  # the only one without a default
+            message = f"is required (variable {cls.model_config['env_prefix']}MODEL)"
+        elif error["type"] == "extra_forbidden":
+            message = "is no setting"
+        elif error["type"] == "string_pattern_mismatch":
+            message = f'"{error["input"]}" is not understood ({cls.model_fields[name].description})'
+        return f"{name}: {message}"
 
 
 def _names_and_paths(adapters: str) -> list[tuple[str, str]]:

@@ -278,7 +278,7 @@ def test_who_stops_listening_frees_the_slot(pool):
     [
         ("/nowhere", {}, CheckpointError, "/nowhere is neither a directory nor a hub id"),
         (str(ROOT), {}, CheckpointError, "config.json"),
-        (SMALL, {"speed": 2}, ValueError, "speed: Extra inputs are not permitted"),
+        (SMALL, {"speed": 2}, ValueError, "speed: is no setting"),
         (SMALL, {"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization: "),
         (SMALL, {"devices": ["tpu"]}, ValueError, "devices: "),
         (SMALL, {"devices": "0"}, ValueError, "devices: must be a list of devices, got '0'"),

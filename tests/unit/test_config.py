@@ -83,12 +83,19 @@ def test_weight_norm_is_always_folded(monkeypatch):
         ("prefill_buckets", "9:8", '"9:8" is not requests:tokens'),
         ("lora_preload", "kal", r"there is no room for adapters \(lora_max_loras is 0\)"),
         ("threads", "1000000", "less than or equal to 1024"),
+        ("devices", "0,cpux", r'"0,cpux" is not understood \(an engine worker on each of these, as 0,1 '),
+        ("lora_target_modules_dit", "q_proj,x", r'"q_proj,x" is not understood \(projections of LocDiT that '),
     ],
 )
 def test_what_only_a_gpu_or_nobody_would_notice_is_refused_before_the_start(monkeypatch, setting, value, message):
     monkeypatch.setenv(f"DQ_ENGINE_{setting.upper()}", value)
-    with pytest.raises(ValueError, match=f"^engine settings: {setting}: .*{message}"):
+    with pytest.raises(ValueError, match=f"^engine settings: {setting}: (Input.*)?{message}"):
         EngineConfig.from_parameters({"model": "m"})
+
+
+def test_a_parameter_that_is_no_setting_is_named():
+    with pytest.raises(ValueError, match="^engine settings: max_num_seq: is no setting$"):
+        EngineConfig.from_parameters({"model": "m", "max_num_seq": "3"})
 
 
 def test_two_adapters_to_preload_have_two_names():
