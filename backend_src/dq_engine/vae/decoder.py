@@ -75,7 +75,6 @@ class StreamingDecoder:
     def __init__(self, vae: AudioVAEV2, slots: int, dtype: torch.dtype = torch.float32, fused: bool = True) -> None:
         self.dtype = dtype
         self._functions = _FUSED if fused else _PLAIN
-        self.samples_per_frame = vae.decoder_chunk_size
         self._layers = _Builder(vae, dtype).layers
         sizes = [layer.past * layer.weight.size(1) for layer in self._layers]
         offsets, total = [], 0
@@ -95,7 +94,7 @@ class StreamingDecoder:
             slots: int64 [B], all different.
 
         Returns:
-            float32 [B, frames * samples_per_frame]
+            float32 [B, frames * vae.decoder_chunk_size]
         """
         depthwise, gemm, output, shift_in = self._functions
         x, kept = latents.contiguous(), None
