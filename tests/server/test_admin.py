@@ -211,7 +211,7 @@ def test_wrong_voices(server, client, voice):
         ({"name": "b"}, b"", "INVALID_ARG: reference_audio: is empty"),
         ({"name": "b"}, voice[:999], "INVALID_ARG: reference_audio: ends early: "),
         ({"name": "b", "reference_latents": [0.0]}, voice, "INVALID_ARG: reference_latents: cannot be combined with"),
-        ({"name": "b", "payload": "prompt_audio"}, voice, "INVALID_ARG: prompt_text: a prompt is a recording and its"),
+        ({"name": "b", "payload": "prompt_audio"}, voice, "INVALID_ARG: prompt_text: is required with prompt audio"),
         ({"name": "b", "payload": "reference_latents"}, b"abc", "INVALID_ARG: reference_latents: must hold float32"),
         ({"name": "b", "payload": "reference_latents"}, bytes(4), "INVALID_ARG: reference_latents: must hold 64 num"),
         ({"name": "b", "payload": "reference_latents"}, bytes(256), "INVALID_ARG: reference_latents: must have a mul"),
