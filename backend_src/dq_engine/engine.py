@@ -27,7 +27,7 @@ from dq_engine.pacing import Pacer
 from dq_engine.parallel.leader import Followers, load_with_followers
 from dq_engine.request import Chunk, Request
 from dq_engine.scheduler import Scheduler
-from dq_engine.sequence import PromptBuilder
+from dq_engine.sequence import FOR_VOXCPM2, PromptBuilder
 from dq_engine.stream import Stream
 from dq_engine.timing import StepTimes
 from dq_engine.voices import VoiceStore
@@ -93,7 +93,8 @@ class DqCoreEngine:
         )
         if self.config.voices_dir is not None:
             folder, most = Path(self.config.voices_dir).expanduser(), self.config.voices_max_count
-            self.voices = VoiceStore(folder, most, self.config.voices_max_bytes, self.feat_dim, self.patch_size)
+            about = self.feat_dim, self.patch_size, FOR_VOXCPM2 if checkpoint.first_generation else ""
+            self.voices = VoiceStore(folder, most, self.config.voices_max_bytes, *about)
         times = StepTimes(self.config.timing, self.config.trace_file, self.config.trace_steps)
         self._encode, self._delivery = EncodeStage(parts.encoder), Delivery(self.sample_rate, times)
         limits, queue_size = self._limits, self.config.queue_size

@@ -20,6 +20,7 @@ AUDIO_START, REFERENCE_START, REFERENCE_END = 101, 103, 104
 GUARD_PATCHES_PER_TOKEN, GUARD_PATCHES = 6, 10
 MAX_PATCHES = 2000
 DEFAULT_MIN_LENGTH = 2
+FOR_VOXCPM2 = "is for VoxCPM2; this model, a VoxCPM 0.5B or 1.5, has the voice of a prompt only"
 # The official decoder of a continuation starts from the last patches of the prompt (of the reference too, if shorter).
 CONTEXT_PATCHES, CONTEXT_PATCHES_OF_FIRST_GENERATION = 3, 2
 
@@ -209,7 +210,7 @@ class PromptBuilder:
             return
         for name in ("control", "reference_audio", "reference_latents"):
             if getattr(request, name) is not None:
-                raise invalid(name, "is for VoxCPM2; this model, a VoxCPM 0.5B or 1.5, has the voice of a prompt only")
+                raise invalid(name, FOR_VOXCPM2)
 
     def build(self, request: Request, stream: Stream, seed: int, adapter: Lease | None = None) -> Sequence:
         """Lay the request's tokens out: [reference] text [prompt].

@@ -34,14 +34,17 @@ class VoiceStore:
         max_count: most voices.
         max_bytes: most bytes of all voices' files together.
         feat_dim, patch_size: of the model's latents.
+        no_references: why no voice with a reference is kept; empty if the model knows references.
 
     Raises:
         ValueError: the folder can neither be opened nor made.
     """
 
-    def __init__(self, folder: Path, max_count: int, max_bytes: int, feat_dim: int, patch_size: int) -> None:
+    def __init__(
+        self, folder: Path, max_count: int, max_bytes: int, feat_dim: int, patch_size: int, no_references: str = ""
+    ) -> None:
         self._max_count, self._max_bytes = max_count, max_bytes
-        self._feat_dim, self._patch_size = feat_dim, patch_size
+        self._feat_dim, self._patch_size, self._no_references = feat_dim, patch_size, no_references
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, tuple[tuple, Voice]] = OrderedDict()
         """The file's version and what it holds, the least recently used first; guarded by _lock."""
@@ -123,6 +126,8 @@ class VoiceStore:
                 the folder cannot be changed.
         """
         self.check_new(name)
+        if reference_latents is not None:
+            self.check_reference("reference_latents")
         voice_file.check(reference_latents, prompt_latents, prompt_text, self._feat_dim, self._patch_size)
         data = voice_file.pack(reference_latents, prompt_latents, prompt_text)
         with self._changing() as folder:
@@ -158,6 +163,11 @@ class VoiceStore:
         _check_name(name, "name")
         if os.path.lexists(self._folder.path / (name + _SUFFIX)):
             raise RequestError("ALREADY_EXISTS", f'name: there is a stored voice named "{name}"; delete it first')
+
+    def check_reference(self, field: str) -> None:
+        """Raises RequestError: INVALID_ARG naming `field`, if the model knows no references."""
+        if self._no_references:
+            raise invalid(field, self._no_references)
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[LockedFolder]:

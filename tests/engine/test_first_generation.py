@@ -1,6 +1,7 @@
 """VoxCPM 0.5B and 1.5 (architecture `voxcpm`): the engine gives what the official package gives."""
 
 import json
+import queue
 from itertools import count, islice
 
 import pytest
@@ -11,6 +12,8 @@ from reference.recordings import write_voice
 from dq_engine.engine import DqCoreEngine, EngineConfig, Request, RequestError
 from dq_engine.errors import CheckpointError
 from dq_engine.model.checkpoint import read_config
+from dq_engine.serving.messages import Call, Failed, Result
+from dq_engine.serving.operations import Operations
 
 
 @pytest.fixture(scope="module", params=FIRST_GENERATION, ids=lambda shape: shape.name)
@@ -85,6 +88,30 @@ def test_what_it_does_not_know_is_refused(case, prompt, field):
     value = {"control": "low", "reference_audio": prompt.read_bytes(), "reference_latents": latents}[field]
     with pytest.raises(RequestError, match=f"^INVALID_ARG: {field}: is for VoxCPM2; this model, a VoxCPM 0.5B or 1.5"):
         case.engine.submit(Request(text="oh", **{field: value}))
+
+
+def test_stored_voices_have_prompts_only(open_case, prompt, tmp_path):
+    engine = open_case(FIRST_GENERATION[0], voices_dir=str(tmp_path)).engine
+    answers = queue.SimpleQueue()
+    operations = Operations(engine, answers.put)
+
+    def register(payload: bytes, given_as: str, **more) -> Result | Failed:
+        arguments = {"name": given_as, "given_as_payload": given_as, **more}
+        operations.handle(Call(1, "register_voice", arguments, payload))
+        return answers.get(timeout=60)
+
+    latents, _ = engine.encode(prompt.read_bytes(), "prompt")
+    for payload, field in (prompt.read_bytes(), "reference_audio"), (latents.tobytes(), "reference_latents"):
+        refused = register(payload, field)
+        assert (refused.code, refused.message.partition(";")[0]) == ("INVALID_ARG", f"{field}: is for VoxCPM2")
+    with pytest.raises(RequestError, match="^INVALID_ARG: reference_latents: is for VoxCPM2; "):
+        engine.voices.register("a", latents, latents, "so it is")
+    assert engine.voices.describe_all() == []
+    assert register(prompt.read_bytes(), "prompt_audio", prompt_text="so it is").value["prompt_frames"] == len(latents)
+    settings = {"text": "oh no", "seed": 1, "max_generate_length": 3, "return_latents": True}
+    ours = hear(engine.submit(Request(voice="prompt_audio", **settings)))
+    same = hear(engine.submit(Request(prompt_text="so it is", prompt_latents=latents, **settings)))
+    assert_close(ours.latents, same.latents, 1e-4, engine.patch_size, "latents")
 
 
 def test_adapters_are_refused(checkpoint):

@@ -93,6 +93,8 @@ class Operations:
             audio, raw = fields.get(f"{kind}_audio"), fields.get(f"{kind}_latents")
             if audio is not None and raw is not None:
                 raise invalid(f"{kind}_latents", f"cannot be combined with {kind}_audio")
+            if kind == "reference" and (audio or raw):
+                voices.check_reference("reference_audio" if raw is None else "reference_latents")
             if audio is not None:
                 data = audio.encode() if isinstance(audio, str) else audio
                 latents[f"{kind}_latents"], _ = self._engine.encode(data, kind, f"{kind}_audio")
