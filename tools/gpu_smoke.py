@@ -32,7 +32,10 @@ def cuda() -> str:
 
     if not torch.cuda.is_available():
         if not torch.version.cuda:
-            raise Missing(f"torch {torch.__version__} is a CPU build; install requirements/gpu.txt")
+            raise Missing(
+                f"torch {torch.__version__} is a CPU build; for a GPU: make clean, then make setup "
+                "without TORCH_INDEX, or with that of a CUDA build"
+            )
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         if hidden is not None:
             raise Missing(f'torch sees no GPU; CUDA_VISIBLE_DEVICES is "{hidden}"')
