@@ -15,7 +15,13 @@ import numpy as np
 def main() -> None:
     if len(sys.argv) != 2:
         sys.exit("usage: first_response.py PROFILE_EXPORT_FILE")
-    for measured in json.loads(Path(sys.argv[1]).read_text())["experiments"]:
+    try:
+        experiments = json.loads(Path(sys.argv[1]).read_text())["experiments"]
+    except OSError as error:
+        sys.exit(f"error: {error.filename}: {error.strerror}")
+    except (ValueError, KeyError, TypeError):
+        sys.exit(f"error: {sys.argv[1]} is no file of perf_analyzer's --profile-export-file")
+    for measured in experiments:
         setting, requests = measured["experiment"], measured["requests"]
         answered = [request for request in requests if request["response_timestamps"]]
         unanswered = len(requests) - len(answered)

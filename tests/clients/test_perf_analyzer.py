@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import urllib.request
 
 import numpy as np
@@ -68,3 +69,16 @@ def test_the_commands(server, tmp_path, kind):
     # The input is what the file says: a recording is among the inputs when it clones.
     sent = [request["request_inputs"] for request in measured["requests"]]
     assert all(("reference_audio" in fields) == (kind == "cloning") for fields in sent)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "No such file"), ("{}", "is no file of"), ("x", "is no file of")]
+)
+def test_a_file_that_perf_analyzer_did_not_write(tmp_path, content, message):
+    file = tmp_path / "export.json"
+    if content is not None:
+        file.write_text(content)
+    command = [sys.executable, str(ROOT / "benchmark/perf_analyzer/first_response.py"), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {file}") and message in done.stderr and done.stderr.count("\n") == 1

@@ -2,6 +2,8 @@
 
 import json
 import random
+import runpy
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -259,3 +261,20 @@ def test_models_are_trained_from_a_checkpoint_into_the_same_files(corpus, tmp_pa
     before, after = load_file(SMALL / "model.safetensors"), load_file(checkpoint / "model.safetensors")
     assert {n: (t.shape, t.dtype) for n, t in before.items()} == {n: (t.shape, t.dtype) for n, t in after.items()}
     assert any((before[name] != after[name]).any() for name in before)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("vae /nowhere {tmp}/checkpoint --out {tmp}", "error: /nowhere/plan.json: No such file or directory"),
+        ("decoder /nowhere {tmp}/checkpoint --out {tmp}", "error: {tmp}/checkpoint/config.json: No such file or"),
+        ("data {tmp} --voice slt --voice foo", "--voice: 'foo' is not one of slt, rms, awb, kal"),
+        ("curves {tmp} {tmp}/curves.png", "has no curve of a stage"),
+    ],
+)
+def test_what_is_not_there_is_named(command, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(sys, "argv", ["train_small", *command.format(tmp=tmp_path).split()])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("train_small", run_name="__main__")
+    assert message.format(tmp=tmp_path) in f"{ended.value.code} {capsys.readouterr().err}"

@@ -1,6 +1,7 @@
 """Make the small model, stage by stage: python -m train_small --help (with tools/ on PYTHONPATH)."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -37,8 +38,10 @@ def data(
 ) -> None:
     """Speak sentences with flite (Debian: libflite1)."""
     from train_small.corpus import plan, write_corpus
-    from train_small.flite import VOICES
+    from train_small.flite import LIBRARIES, VOICES
 
+    if unknown := [name for name in voice or () if name not in LIBRARIES]:
+        raise typer.BadParameter(f"--voice: {unknown[0]!r} is not one of {', '.join(LIBRARIES)}")
     write_corpus(out, plan(matrix, free, seed, held_out, voice or VOICES), processes)
 
 
@@ -134,8 +137,14 @@ def curves(
     from train_small.curves import plot_curves
 
     order = ("vae", "decoder", "models", "adapter")
-    plot_curves([path for name in order if (path := out / f"{name}.curve.json").exists()], picture)
+    paths = [path for name in order if (path := out / f"{name}.curve.json").exists()]
+    if not paths:
+        raise typer.BadParameter(f"{out} has no curve of a stage")
+    plot_curves(paths, picture)
 
 
 if __name__ == "__main__":
-    app()
+    try:
+        app()
+    except OSError as error:  # a folder that is none of a corpus, or of a checkpoint
+        sys.exit(f"error: {error.filename}: {error.strerror}" if error.filename else f"error: {error}")

@@ -7,7 +7,8 @@ import numpy as np
 VOICES = ["slt", "rms", "awb"]
 """Those that the small model learns. kal too is in what its AudioVAE learns, and an adapter speaks it."""
 SAMPLE_RATE = 16000
-_LIBRARIES = {"slt": "cmu_us_slt", "rms": "cmu_us_rms", "awb": "cmu_us_awb", "kal": "cmu_us_kal16"}
+LIBRARIES = {"slt": "cmu_us_slt", "rms": "cmu_us_rms", "awb": "cmu_us_awb", "kal": "cmu_us_kal16"}
+"""Of each voice that there is."""
 _SILENCE_BEFORE, _SILENCE_AFTER = 1280, 2560
 """Samples kept around the speech: 80 and 160 ms."""
 _HOP = 80
@@ -49,7 +50,7 @@ class Flite:
             int16 [n] at 16 kHz, of one loudness, with 80 ms of silence before the speech and 160 ms after it.
         """
         if voice not in self._voices:
-            name = _LIBRARIES[voice]
+            name = LIBRARIES[voice]
             library = ctypes.CDLL(f"libflite_{name}.so.1", mode=ctypes.RTLD_GLOBAL)
             register = getattr(library, f"register_{name}")
             register.restype, register.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
