@@ -20,7 +20,9 @@ def test_a_machine_without_a_gpu_is_told_so():
     assert ended.returncode == 1
     (line,) = ended.stdout.splitlines()
     # Which of the two builds of torch pip took depends on the index.
-    reason = "torch sees no GPU: " if torch.version.cuda else f"torch {torch.__version__} is a CPU build; for a GPU: make"
+    reason = (
+        "torch sees no GPU: " if torch.version.cuda else f"torch {torch.__version__} is a CPU build; for a GPU: make"
+    )
     assert line.startswith(f"MISSING  CUDA: {reason}")
 
 
