@@ -40,6 +40,7 @@ class DqCoreEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        self._loop: EngineLoop | None = None
         self._adapters: AdapterRegistry | None = None
         self._followers: Followers | None = None
         """The other processes, with tensor parallelism."""
@@ -152,6 +153,7 @@ class DqCoreEngine:
                 that is not there, UNAVAILABLE when the queue is full or the engine is not serving. What turns out later
                 (a broken recording, say) ends the stream.
         """
+        self._check_started()
         if request.voice is not None:
             if self.voices is None:
                 raise RequestError("NOT_FOUND", f'voice: there is no stored voice named "{request.voice}"')
@@ -185,6 +187,7 @@ class DqCoreEngine:
             RequestError: INVALID_ARG naming `audio` or `purpose`; UNAVAILABLE when too much waits to be encoded
                 already, or the engine is not serving.
         """
+        self._check_started()
         if purpose not in ("reference", "prompt"):
             raise invalid("purpose", f'must be "reference" or "prompt", got "{purpose}"')
         if not audio:
@@ -233,6 +236,10 @@ class DqCoreEngine:
         """The adapters; see `AdapterRegistry.list`."""
         return [] if self._adapters is None else self._adapters.list()
 
+    def _check_started(self) -> None:
+        if self._loop is None:
+            raise RequestError("UNAVAILABLE", "the engine has not been started")
+
     def _release(self, lease: Lease) -> None:
         self._adapters.release(lease)
 
@@ -273,7 +280,9 @@ class DqCoreEngine:
         }
 
     def stop(self) -> None:
-        """End the engine; streams that still run end with UNAVAILABLE."""
+        """End the engine; streams that still run end with UNAVAILABLE. One that could not start has nothing to end."""
+        if self._loop is None:
+            return
         closed = self._loop.stop()
         self._encode.stop(closed)
         if self._adapters is not None:

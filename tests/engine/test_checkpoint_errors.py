@@ -14,7 +14,7 @@ from reference.listening import hear
 from safetensors.torch import load_file, save_file
 
 from dq_engine.engine import DqCoreEngine, EngineConfig, Request
-from dq_engine.errors import CheckpointError
+from dq_engine.errors import CheckpointError, RequestError
 
 SHAPE = SHAPES[1]
 
@@ -232,3 +232,13 @@ def test_tensors_that_the_model_does_not_have_are_named_in_the_log(path, expecte
     edit_weights(path / "model.safetensors", lambda state: state.update({"lm_head.weight": torch.zeros(2, 2)}))
     np.testing.assert_array_equal(speak(path), expected)
     assert "1 tensors that the model does not have were ignored, the first is lm_head.weight" in caplog.text
+
+
+def test_an_engine_that_has_not_started_says_so_and_needs_no_end(tmp_path):
+    engine = DqCoreEngine(EngineConfig(model=str(tmp_path), device="cpu"))
+    for call in (lambda: engine.submit(Request(text="a")), lambda: engine.encode(b"a", "prompt")):
+        with pytest.raises(RequestError, match=r"^UNAVAILABLE: the engine has not been started$"):
+            call()
+    with pytest.raises(CheckpointError):
+        engine.start()
+    engine.stop()
