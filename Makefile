@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .PHONY: help setup setup-test demo serve test test-all test-nano gpu-smoke lint clean
 
 # make MODEL=openbmb/VoxCPM2 demo: a directory or a repository of the Hugging Face hub
-MODEL ?= models/small
+MODEL ?= $(or $(DQ_ENGINE_MODEL),models/small)
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
@@ -83,5 +83,5 @@ lint: setup-test
 	$(python) -m ruff check .
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis backend_src/*.egg-info backend_src/build
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis backend_src/*.egg-info backend_src/build build/nano-*
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -107,14 +107,16 @@ def test_make_hands_its_settings_to_demo_and_serve_and_not_to_the_tests(tmp_path
     targets = "".join(f"{target}:\n\t{show}\n" for target in ("demo", "serve", "test"))
     (tmp_path / "Makefile").write_text(makefile[: makefile.index("help:\n")] + targets)
 
-    def given(*arguments: str) -> list[str]:
-        clean = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME")}
+    def given(*arguments: str, **settings: str) -> list[str]:
+        clean = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME")} | settings
         make = ["make", "-s", "-C", tmp_path, *arguments]
         return subprocess.run(make, env=clean, capture_output=True, text=True, check=True).stdout.splitlines()
 
     assert given("test") == []
     assert given("serve") == ["GRPC_PORT=8001", "HTTP_PORT=8000", "METRICS_PORT=8002", "MODEL=models/small"]
     assert given("serve", "MODEL=/a b", "GRPC_PORT=1")[::3] == ["GRPC_PORT=1", "MODEL=/a b"]
+    assert given("serve", DQ_ENGINE_MODEL="/own")[-1] == "MODEL=/own"
+    assert given("serve", MODEL="/a", DQ_ENGINE_MODEL="/own")[-1] == "MODEL=/a"
     assert given("demo", 'TEXT=it\'s "so"') == ["MODEL=models/small", "OUT=", "REFERENCE=", 'TEXT=it\'s "so"']
 
 
