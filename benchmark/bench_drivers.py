@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from drivers import Driver, failure
+from drivers import Driver, failure, seconds_of
 from safetensors import safe_open
 from speaking import TritonSpeaking
 from workload import Job
@@ -51,7 +51,7 @@ class PoolDriver(Driver):
     async def register(self, name: str, path: str) -> None:
         await self._pool.register_lora(name, path)
 
-    async def speak(self, job: Job) -> AsyncIterator[float]:
+    def speak(self, job: Job) -> AsyncIterator[float]:
         stream = self._pool.generate(
             target_text=job.text,
             max_generate_length=job.patches,
@@ -60,9 +60,7 @@ class PoolDriver(Driver):
             seed=self._common.seed,
             lora_name=job.lora,
         )
-        async with contextlib.aclosing(stream):
-            async for samples in stream:
-                yield len(samples) / self._sample_rate
+        return seconds_of(stream, self._sample_rate)
 
     async def stop(self) -> None:
         await self._pool.stop()

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -73,6 +73,13 @@ class Driver(abc.ABC):
         """End the engine."""
 
 
+async def seconds_of(stream: AsyncGenerator[np.ndarray, None], sample_rate: int) -> AsyncIterator[float]:
+    """Seconds of audio of each chunk of a pool's stream, float32 [n]; the stream is closed with this."""
+    async with contextlib.aclosing(stream):
+        async for samples in stream:
+            yield len(samples) / sample_rate
+
+
 class NanoDriver(Driver):
     def __init__(self, model: str, settings: Settings) -> None:
         self._model, self._settings = model, settings
@@ -100,7 +107,7 @@ class NanoDriver(Driver):
     async def register(self, name: str, path: str) -> None:
         await self._pool.register_lora(name, path)
 
-    async def speak(self, job: Job) -> AsyncIterator[float]:
+    def speak(self, job: Job) -> AsyncIterator[float]:
         latents = job.reference_latents
         stream = self._pool.generate(
             target_text=job.text,
@@ -109,9 +116,7 @@ class NanoDriver(Driver):
             ref_audio_latents=None if latents is None else latents.tobytes(),
             lora_name=job.lora,
         )
-        async with contextlib.aclosing(stream):
-            async for samples in stream:
-                yield len(samples) / self._sample_rate
+        return seconds_of(stream, self._sample_rate)
 
     async def stop(self) -> None:
         await self._pool.stop()
