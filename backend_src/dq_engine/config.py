@@ -171,6 +171,14 @@ class EngineConfig(BaseSettings):
         parse_buckets(value)
         return value
 
+    @field_validator("lora_dir")
+    @classmethod
+    def _is_a_folder(cls, value: str | None, info: ValidationInfo) -> str | None:
+        """When it is set: a worker that is started again, while a share is down, say, serves without adapters."""
+        if value is not None and info.data.get("lora_max_loras") and not Path(value).expanduser().is_dir():
+            raise ValueError(f"{value} is no folder, but lora_max_loras is {info.data['lora_max_loras']}")
+        return value
+
     @field_validator("lora_preload")
     @classmethod
     def _can_be_preloaded(cls, value: str, info: ValidationInfo) -> str:

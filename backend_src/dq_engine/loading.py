@@ -154,9 +154,8 @@ def _device(setting: str) -> torch.device:
 def _lora_settings(config: EngineConfig) -> LoraSettings | None:
     if not config.lora_max_loras:
         return None
-    if config.lora_dir is None or not Path(config.lora_dir).expanduser().is_dir():
-        fault = "is not set" if config.lora_dir is None else f"({config.lora_dir}) is no folder"
-        raise ValueError(f"lora_max_loras is {config.lora_max_loras}, but lora_dir {fault}")
+    if config.lora_dir is None:
+        raise ValueError(f"lora_max_loras is {config.lora_max_loras}, but lora_dir is not set")
     lm, dit, between = (
         [] if names == "none" else names.split(",")
         for names in (config.lora_target_modules_lm, config.lora_target_modules_dit, config.lora_target_proj_modules)

@@ -87,3 +87,20 @@ def test_a_registration_that_one_worker_ends_too_late(supervisor, folder, monkey
     assert failed.code == "NOT_FOUND"
     supervisor.adapters.register("late", "kept")
     assert all("late" in listed(supervisor, worker) for worker in (0, 1))
+
+
+def test_a_folder_that_is_gone(supervisor, folder):
+    """As a share that is down: what needs no adapter is served by all workers, the rest by those that have it."""
+    moved = folder.rename(folder.with_name("elsewhere"))
+    os.kill(supervisor._slots[0].worker.process.pid, signal.SIGKILL)
+    wait_until(lambda: supervisor.ready_workers == [1], 20, "its death")
+    wait_until(lambda: supervisor.ready_workers == [0, 1], 90, "its successor")
+    for lora, workers in (None, {0, 1}), ("kept", {1}):
+        streams = [Collector(supervisor, Request(text=TEXT, lora=lora, max_generate_length=2)) for _ in range(3)]
+        assert all(isinstance(stream.rest()[-1][1], Finished) for stream in streams)
+        assert {stream.routed.worker for stream in streams} == workers
+    with pytest.raises(RequestError, match="^UNAVAILABLE: path: the folder of .* cannot be opened"):
+        supervisor.adapters.register("kept", "kept")
+    moved.rename(folder)
+    supervisor.adapters.register("kept", "kept")
+    assert "kept" in listed(supervisor, 0)

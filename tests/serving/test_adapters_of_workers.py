@@ -117,7 +117,7 @@ def test_what_is_changed_while_a_worker_begins_to_serve_reaches_it_too(workers, 
 
 
 def test_a_worker_that_starts_again_gets_what_is_registered_then_not_what_was_preloaded(workers):
-    config = EngineConfig(model="m", lora_max_loras=1, lora_dir="x", lora_preload="kept, gone=files/gone , new = old")
+    config = EngineConfig(model="m", lora_max_loras=1, lora_dir="/", lora_preload="kept, gone=files/gone , new = old")
     preloaded = {"kept": "kept", "gone": "files/gone", "new": "old"}
     assert dict(config.adapters_to_preload) == preloaded
     workers.files |= {"kept": "3", "files/gone": "4"}
