@@ -1,5 +1,6 @@
 """tools/setup.sh, the Makefile and .ci/run as a newcomer meets them."""
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -73,6 +74,17 @@ def test_a_gpu_needs_what_compiles_its_kernels(clone):
     assert f"sudo apt-get install -y {packages}\n" in said
     (programs / "nvidia-smi").unlink()
     assert f"sudo apt-get install -y libpython{version}\n" in set_up(clone, PYTHON=str(bare), PATH=str(programs))
+
+
+def test_of_two_set_ups_one_waits(clone):
+    with open(clone / "tools/setup.sh") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        command = [clone / "tools/setup.sh"]
+        environment = {**os.environ, "PYTHON": "/no/python"}
+        waiting = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert waiting.stdout.readline() == "setup: waits for another one that is under way\n"
+    out, error = waiting.communicate(timeout=60)
+    assert (waiting.returncode, out, error) == (1, "", "\nPYTHON=/no/python is not there.\n")
 
 
 @pytest.mark.alone

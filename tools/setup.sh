@@ -109,6 +109,10 @@ test_files=(requirements/test.txt requirements/test-no-deps.txt)
 
 [[ $what == server || $what == test ]] || fail "usage: tools/setup.sh [server|test]"
 
+# One at a time: make demo in one terminal and make serve in another would install into each other's way.
+exec {lock}<tools/setup.sh
+flock --nonblock "$lock" || { echo "setup: waits for another one that is under way" && flock "$lock"; }
+
 if [[ -n ${PYTHON:-} && -x $venv/bin/python ]]; then
     choose_python
     [[ $("$PYTHON" -VV) == "$("$venv/bin/python" -VV)" ]] || rm -rf "$venv"
@@ -117,7 +121,7 @@ if ! up_to_date server "$(key server "${server_files[@]}")"; then
     choose_python
     check_system
     rm -f "$venv"/.setup-*
-    [[ -x $venv/bin/python ]] && fits "$venv/bin/python" || "$PYTHON" -m venv --clear "$venv"
+    fits "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m venv --clear "$venv"
     pip_install --upgrade pip "setuptools>=77" wheel
     install_server
     key server "${server_files[@]}" >"$venv/.setup-server"
