@@ -17,22 +17,20 @@ class AtomicFolder:
     """Any thread and any process, on any machine that shares the folder, may use it at the same time.
 
     Args:
-        path: made, for its owner alone, if it is not there.
-
-    Raises:
-        OSError: it can neither be opened nor made.
+        path: made, for its owner alone, if it is not there and can be made.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(self._open())
+        with contextlib.suppress(OSError):  # who uses it is told; a share may be there again later
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator["LockedFolder"]:
         """The folder to be changed, while nobody else changes it.
 
         Raises:
+            OSError: it is not there, or cannot be changed.
             RequestError: UNAVAILABLE, others have changed it for _LOCK_TIMEOUT_S.
         """
         handle = self._open()

@@ -171,11 +171,22 @@ class EngineConfig(BaseSettings):
         parse_buckets(value)
         return value
 
+    @field_validator("voices_dir")
+    @classmethod
+    def _is_there_or_made(cls, value: str | None) -> str | None:
+        """When it is set, as `_is_a_folder`."""
+        if value is not None:
+            try:
+                os.makedirs(_in_bytes(value), mode=0o700, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"{value} cannot be used: {error.strerror}") from None
+        return value
+
     @field_validator("lora_dir")
     @classmethod
     def _is_a_folder(cls, value: str | None, info: ValidationInfo) -> str | None:
         """When it is set: a worker that is started again, while a share is down, say, serves without adapters."""
-        if value is not None and info.data.get("lora_max_loras") and not Path(value).expanduser().is_dir():
+        if value is not None and info.data.get("lora_max_loras") and not os.path.isdir(_in_bytes(value)):
             raise ValueError(f"{value} is no folder, but lora_max_loras is {info.data['lora_max_loras']}")
         return value
 
@@ -223,6 +234,11 @@ class EngineConfig(BaseSettings):
         elif error["type"] == "string_pattern_mismatch":
             message = f'"{error["input"]}" is not understood ({cls.model_fields[name].description})'
         return f"{name}: {message}"
+
+
+def _in_bytes(path: str) -> bytes:
+    """Triton's stubs run Python in the C locale, which takes no letters beyond ASCII in paths but as bytes."""
+    return os.path.expanduser(path.encode("utf-8", "surrogateescape"))
 
 
 def _names_and_paths(adapters: str) -> list[tuple[str, str]]:

@@ -30,14 +30,11 @@ class VoiceStore:
     """Voices in a folder. Any thread and any process may use it at the same time.
 
     Args:
-        folder: made if it is not there.
+        folder: made if it is not there; where it cannot be, all that needs it is answered with UNAVAILABLE.
         max_count: most voices.
         max_bytes: most bytes of all voices' files together.
         feat_dim, patch_size: of the model's latents.
         no_references: why no voice with a reference is kept; empty if the model knows references.
-
-    Raises:
-        ValueError: the folder can neither be opened nor made.
     """
 
     def __init__(
@@ -48,10 +45,7 @@ class VoiceStore:
         self._lock = threading.Lock()
         self._cache: OrderedDict[str, tuple[tuple, Voice]] = OrderedDict()
         """The file's version and what it holds, the least recently used first; guarded by _lock."""
-        try:
-            self._folder = AtomicFolder(folder)
-        except OSError as error:
-            raise ValueError(f"voices_dir: {folder} cannot be used: {error.strerror}") from None
+        self._folder = AtomicFolder(folder)
 
     def get(self, name: str, field: str = "voice") -> Voice:
         """A voice, as it is on disk now.

@@ -27,6 +27,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def supervisor(folder):
     room = {"lora_max_loras": 2, "lora_dir": str(folder), "lora_preload": "kept"}
+    room["voices_dir"] = str(folder.with_name("voices"))
     supervisor = Supervisor([config(**room), config(**room)])
     supervisor.start()
     yield supervisor
@@ -89,9 +90,11 @@ def test_a_registration_that_one_worker_ends_too_late(supervisor, folder, monkey
     assert all("late" in listed(supervisor, worker) for worker in (0, 1))
 
 
-def test_a_folder_that_is_gone(supervisor, folder):
-    """As a share that is down: what needs no adapter is served by all workers, the rest by those that have it."""
-    moved = folder.rename(folder.with_name("elsewhere"))
+def test_folders_that_are_gone(supervisor, folder):
+    """As shares that are down: what needs no adapter is served by all workers, the rest by those that have it."""
+    moved, voices = folder.rename(folder.with_name("elsewhere")), folder.with_name("voices")
+    voices.rmdir()
+    voices.touch()
     os.kill(supervisor._slots[0].worker.process.pid, signal.SIGKILL)
     wait_until(lambda: supervisor.ready_workers == [1], 20, "its death")
     wait_until(lambda: supervisor.ready_workers == [0, 1], 90, "its successor")
@@ -101,6 +104,15 @@ def test_a_folder_that_is_gone(supervisor, folder):
         assert {stream.routed.worker for stream in streams} == workers
     with pytest.raises(RequestError, match="^UNAVAILABLE: path: the folder of .* cannot be opened"):
         supervisor.adapters.register("kept", "kept")
+    register = {"name": "ann", "given_as_payload": "reference_latents"}
+    for worker in 0, 1:
+        with pytest.raises(RequestError, match="^UNAVAILABLE: the folder of voices cannot be changed"):
+            supervisor.call("register_voice", register, bytes(4 * 64 * 4), 30.0, worker)
+    voices.unlink()
+    voices.mkdir()
     moved.rename(folder)
     supervisor.adapters.register("kept", "kept")
     assert "kept" in listed(supervisor, 0)
+    for worker in 0, 1:
+        described = supervisor.call("register_voice", register | {"name": f"ann{worker}"}, b"\0" * 1024, 30.0, worker)
+        assert described.value["reference_frames"] == 4

@@ -1,6 +1,9 @@
 """The settings: what a misspelt one says, and what each worker gets."""
 
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -107,3 +110,20 @@ def test_without_a_model_it_says_where_one_is_named(monkeypatch):
     monkeypatch.delenv("DQ_ENGINE_MODEL", raising=False)
     with pytest.raises(ValueError, match=r"^engine settings: model: is required \(variable DQ_ENGINE_MODEL\)$"):
         EngineConfig.from_parameters({})
+
+
+def test_folders_with_letters_beyond_ascii_in_tritons_locale(tmp_path):
+    """Its stubs run Python in the C locale, without UTF-8."""
+    adapters, voices = tmp_path / "adaptér", tmp_path / "voix é" / "stored"
+    adapters.mkdir()
+    folders = {"DQ_ENGINE_LORA_DIR": str(adapters), "DQ_ENGINE_VOICES_DIR": str(voices)}
+    locale = {"DQ_ENGINE_LORA_MAX_LORAS": "1", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    program = """
+import sys; assert sys.getfilesystemencoding() != "utf-8"
+from dq_engine.config import EngineConfig; config = EngineConfig.from_parameters({"model": "m"})
+print(ascii([config.lora_dir, config.voices_dir]))
+"""
+    environment = {**os.environ, **folders, **locale}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert run.stdout.strip() == ascii([str(adapters), str(voices)]), run.stderr
+    assert voices.is_dir()

@@ -17,6 +17,7 @@ from reference.ending import Ending
 from safetensors.torch import save
 
 from dq_engine import atomic_folder
+from dq_engine.config import EngineConfig
 from dq_engine.errors import RequestError
 from dq_engine.request import Request
 from dq_engine.serving.messages import Result, encode
@@ -197,8 +198,14 @@ def test_a_folder_that_is_gone(store, tmp_path):
 
 def test_a_folder_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="^voices_dir: .*/file cannot be used: "):
-        open_store(tmp_path / "file")
+    with pytest.raises(ValueError, match="file cannot be used: File exists"):
+        EngineConfig(model="m", voices_dir=str(tmp_path / "file"))
+    store = open_store(tmp_path / "file")  # a worker that is started again serves all the same
+    assert refusal(store.register, "ann", REFERENCE).startswith("UNAVAILABLE: the folder of voices cannot be changed: ")
+    assert refusal(store.get, "ann").startswith("UNAVAILABLE: voice: the folder of ")
+    (tmp_path / "file").unlink()
+    (tmp_path / "file").mkdir()
+    store.register("ann", REFERENCE)
 
 
 def test_replicas_see_each_others_voices_and_deletions(tmp_path):
