@@ -8,6 +8,8 @@ from dq_engine.joining import CROWD, MOST_PATCHES, Joiner
 
 RATE, PATCH = 48000, 7680
 SECONDS = PATCH / RATE
+BEGAN = 1000.0
+"""Of the clock, which counts from anywhere."""
 
 
 def patch(number: int) -> np.ndarray:
@@ -18,7 +20,7 @@ def sizes(step_seconds: float, crowd: int, patches: int) -> list[int]:
     """Patches in each chunk of a stream that gets one every `step_seconds`."""
     joiner, chunks = Joiner(RATE), []
     for number in range(patches):
-        chunk = joiner.take("a", patch(number), number * step_seconds, crowd, number == patches - 1)
+        chunk = joiner.take("a", patch(number), BEGAN + number * step_seconds, crowd, number == patches - 1)
         chunks += [] if chunk is None else [len(chunk) // PATCH]
     return chunks
 
@@ -44,7 +46,7 @@ def test_streams_that_just_keep_up_are_not_held_back():
 )
 def test_all_arrives_in_order_and_none_runs_dry_for_it(gaps, crowds):
     """A listener to whom patches would have gone out at once would run dry as often."""
-    joiner, now, arrived, patient, eager = Joiner(RATE), 0.0, [], 0.0, 0.0
+    joiner, now, arrived, patient, eager = Joiner(RATE), BEGAN, [], 0.0, 0.0
     first = None
     for number, (gap, crowd) in enumerate(zip(gaps, crowds, strict=False)):
         now += gap
@@ -62,9 +64,9 @@ def test_all_arrives_in_order_and_none_runs_dry_for_it(gaps, crowds):
 def test_what_is_held_of_a_stream_that_stands_still_goes_out_in_time():
     joiner = Joiner(RATE)
     for number in range(10):
-        held = joiner.take("a", patch(number), 0.0, CROWD + 1, False) is None
+        held = joiner.take("a", patch(number), BEGAN, CROWD + 1, False) is None
     assert held
-    sent = joiner._streams["a"].seconds
+    sent = BEGAN + joiner._streams["a"].seconds
     assert joiner.overdue(sent - 1.5 * SECONDS) == []
     ((stream, samples),) = joiner.overdue(sent - 0.9 * SECONDS)
     assert stream == "a" and samples[-1] == 9
@@ -73,7 +75,7 @@ def test_what_is_held_of_a_stream_that_stands_still_goes_out_in_time():
 
 def test_an_end_gives_back_what_is_held():
     joiner = Joiner(RATE)
-    while joiner.take("a", patch(1), 0.0, CROWD + 1, False) is not None:
+    while joiner.take("a", patch(1), BEGAN, CROWD + 1, False) is not None:
         pass
     assert joiner.end("a").size == PATCH
     assert joiner.end("a").size == 0

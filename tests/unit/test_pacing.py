@@ -149,3 +149,13 @@ def test_a_device_that_cannot_keep_up_with_one_stream_takes_everyone():
     pacer = Pacer(PATCH, 8192, True)
     pacer.costs.observe(1, 0, 0.5)
     assert pacer.admissions(0, 16) == 16
+
+
+def test_what_a_step_costs_follows_the_device():
+    costs = StepCosts()
+    costs.observe(4, 0, 0.02)
+    assert costs.decode(4) == 0.02
+    costs.observe(4, 0, 0.04)
+    once = costs.decode(4)
+    costs.observe(4, 0, 0.04)
+    assert 0.02 < once < costs.decode(4) < 0.04
