@@ -5,7 +5,6 @@ import pkgutil
 
 import numpy as np
 import pytest
-import triton
 
 from dq_engine import kernels
 from dq_engine.engine import DqCoreEngine, EngineConfig, Request
@@ -17,10 +16,12 @@ LENGTHS, REFERENCES_S = (2, 7, 15, 16, 31, 60, 130, 250), (0, 0, 0.16, 2, 9.6)
 
 def forget_kernels() -> None:
     """As in a new process."""
+    from triton import JITFunction
+
     forgotten = 0
     for module in pkgutil.iter_modules(kernels.__path__, "dq_engine.kernels."):
         for kernel in vars(importlib.import_module(module.name)).values():
-            if isinstance(kernel, triton.JITFunction):
+            if isinstance(kernel, JITFunction):
                 kernel.device_caches.clear()
                 forgotten += 1
     assert forgotten > 10
@@ -55,6 +56,8 @@ def requests(engine: DqCoreEngine, count: int, seed: int) -> list[Request]:
     ids=lambda settings: next(iter(settings), "as usual"),
 )
 def test_none_is_compiled_for_a_request(monkeypatch, settings):
+    from triton import knobs
+
     late: list[str] = []
     config = EngineConfig(
         model="models/small",
@@ -67,7 +70,7 @@ def test_none_is_compiled_for_a_request(monkeypatch, settings):
     )
     forget_kernels()
     with DqCoreEngine(config) as engine:
-        monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **how: late.append(describe(**how)))
+        monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **how: late.append(describe(**how)))
         for seed, count in enumerate((1, 1, 2, 3, 5, 1, 1, 12, 33, 64, 1, 1)):
             for stream in [engine.submit(request) for request in requests(engine, count, seed)]:
                 assert list(stream)[-1].finish_reason in ("length", "stop")
