@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,33 @@ STOP_S = 5.0
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory) -> Path:
     return stand_in_model.write(tmp_path_factory.mktemp("repository"))
+
+
+NO_METRICS_YET = """#!/usr/bin/env python3
+import os, threading, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Ready(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+def serve(port):
+    ThreadingHTTPServer((os.environ["HOST"], int(os.environ[port])), Ready).serve_forever()
+
+threading.Thread(target=serve, args=["HTTP_PORT"], daemon=True).start()
+time.sleep(1)
+serve("METRICS_PORT")
+"""
+
+
+def test_a_server_that_is_ready_has_metrics(tmp_path):
+    """tritonserver begins to serve them after it has said that it is ready."""
+    script = tmp_path / "entrypoint"
+    script.write_text(NO_METRICS_YET)
+    script.chmod(0o755)
+    with TritonServer(entrypoint=script) as server:
+        assert urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=5).status == 200
 
 
 class Counting:

@@ -155,9 +155,16 @@ class TritonServer:
         except OSError:  # urllib's URLError and HTTPError are
             return False
 
+    def _serves_metrics(self) -> bool:
+        """tritonserver begins with that some 40 ms after it says that it is ready."""
+        host, port = self.metrics_url.rsplit(":", 1)
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=5):
+            return True
+        return False
+
     def _wait_until_ready(self) -> None:
         began = time.monotonic()
-        while not self.is_ready():
+        while not (self.is_ready() and self._serves_metrics()):
             self.check()
             elapsed = time.monotonic() - began
             if elapsed > self._ready_timeout_s:
