@@ -136,8 +136,9 @@ class LoraLayers:
 
     def compile_kernels(self) -> None:
         """Compile the kernels, which a prompt may need first while others speak: prompts run without graphs too."""
-        for layer, a, b in self._matrices(self._storage):
-            compile_kernels(a, b, layer.sizes)
+        kinds = {(layer.inputs, *layer.sizes): (a, b, layer.sizes) for layer, a, b in self._matrices(self._storage)}
+        for a, b, sizes in kinds.values():
+            compile_kernels(a, b, sizes)
 
     @contextlib.contextmanager
     def decoding(self, adapters: torch.Tensor) -> Iterator[None]:
