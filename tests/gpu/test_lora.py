@@ -11,14 +11,9 @@ from safetensors.torch import save_file
 from dq_engine import nano
 from dq_engine.config import EngineConfig
 from dq_engine.engine import DqCoreEngine, Request
-from dq_engine.kernels.lora import (
-    AdapterRows,
-    equal_tiles,
-    launch_in_turn,
-    launch_together,
-    lora_add_torch,
-    prompt_tiles,
-)
+from dq_engine.graphs import capture
+from dq_engine.kernels import lora
+from dq_engine.kernels.lora import AdapterRows, equal_tiles, lora_add, lora_add_torch, prompt_tiles
 from dq_engine.kernels.paged_attention import query_tiles
 from dq_engine.lora.layers import LoraSettings
 from dq_engine.model.checkpoint import load_checkpoint
@@ -45,13 +40,16 @@ def make_rows(kind: str) -> AdapterRows:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("launch", [launch_in_turn, launch_together])
+@pytest.mark.parametrize("early", [False, True], ids=["one after the other", "early"])
 @pytest.mark.parametrize("kind", ["decode", "LocDiT", "prompts"])
 @pytest.mark.parametrize(
     ("sizes", "rank", "inputs"),
     [([2048, 256, 256], 32, 2048), ([1024], 32, 2048), ([6144, 6144], 240, 2048), ([130, 66, 10], 16, 104)],
 )
-def test_the_kernels_add_what_the_torch_lines_add(sizes, rank, inputs, kind, launch, dtype, monkeypatch):
+def test_the_kernels_add_what_the_torch_lines_add(sizes, rank, inputs, kind, early, dtype, monkeypatch):
+    if early and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("needs a GPU of compute capability 9")
+    monkeypatch.setattr(lora, "_launches_early", lambda device: early)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     torch.manual_seed(0)
     rows = make_rows(kind)
@@ -63,14 +61,46 @@ def test_the_kernels_add_what_the_torch_lines_add(sizes, rank, inputs, kind, lau
     x, y = (torch.randn(rows.count, width, device="cuda").to(dtype) for width in (inputs, sum(sizes)))
     exact, ours, again = y.float().clone(), y.clone(), y.clone()
     lora_add_torch(exact, x.float(), a.float(), b.float(), sizes, rows)
-    launch(ours, x, a, b, sizes, rows)
-    launch(again, x, a, b, sizes, rows)
+    lora_add(ours, x, a, b, sizes, rows)
+    lora_add(again, x, a, b, sizes, rows)
     assert ((ours.float() - exact).abs() / exact.abs().clamp(min=1.0)).max() < TOLERANCE[dtype]
     assert torch.equal(ours, again)
     none = torch.ones(rows.count, dtype=torch.bool, device="cuda")
     for _, index in rows.by_slot:
         none[index] = False
     assert none.any() and torch.equal(ours[none], y[none]) and not torch.equal(ours[~none], y[~none])
+
+
+def test_kernels_that_are_launched_early_wait_for_what_they_read(monkeypatch):
+    """A chain of layers in a CUDA graph, as LocDiT's, gives the same as kernels that begin when the last has ended."""
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("needs a GPU of compute capability 9")
+    torch.manual_seed(0)
+    size, depth, rows = 1024, 30, make_rows("LocDiT")
+    weights = [torch.randn(size, size, device="cuda", dtype=torch.bfloat16) / size**0.5 for _ in range(depth)]
+    a = torch.randn(depth, 5, 1, 32, size, device="cuda", dtype=torch.bfloat16) / size**0.5
+    b = torch.randn(depth, 5, size, 32, device="cuda", dtype=torch.bfloat16) / 32**0.5
+    x = torch.zeros(rows.count, size, device="cuda", dtype=torch.bfloat16)
+
+    def layers(x):
+        for layer, weight in enumerate(weights):
+            y = torch.nn.functional.linear(x, weight)
+            lora_add(y, x, a[layer], b[layer], [size], rows)
+            x = torch.nn.functional.rms_norm(y, [size])
+        return (x,)
+
+    graphs = []
+    for early in (True, False):
+        monkeypatch.setattr(lora, "_launches_early", lambda device, early=early: early)
+        with torch.inference_mode():
+            graphs.append(capture(layers, [x], None))
+    for _ in range(100):
+        x.normal_()
+        results = []
+        for graph, (output,) in graphs:
+            graph.replay()
+            results.append(output.clone())
+        assert results[0].isfinite().all() and torch.equal(*results)
 
 
 @pytest.fixture(scope="module")

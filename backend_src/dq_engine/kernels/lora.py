@@ -7,25 +7,24 @@ their grids, and add up parts of sums in an order that varies.)
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:  # without a GPU
     triton = None
 
 TILE_ROWS = 16
 """The most rows in a tile: the fewest that tensor cores multiply at once."""
 _MIN_RANK, _LARGE_RANK = 16, 64
-# While there are fewer programs than would fill a GPU, columns are cut into narrower blocks and sums into parts, of at
-# least so many terms.
+# While there are fewer programs than would fill a GPU, sums are cut into parts, of at least so many terms.
 _ENOUGH_PROGRAMS, _PART_K, _MOST_PARTS = 256, 256, 8
-_WIDE_N, _NARROW_N, _TOGETHER_N = 128, 64, 32
-_FEW_TILES = 4
-"""Up to so many, one kernel that computes a tile's x A^T anew for each block of columns is faster than two."""
+_EARLY_LAUNCH = 9
+"""The compute capability from which on a kernel can be launched while the one before it still runs."""
 
 
 @dataclass(frozen=True)
@@ -117,22 +116,6 @@ if triton is not None:
         return row, r % ROWS < tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
 
     @triton.jit
-    def _sums(
-        x, matrix, row, inside, k_size, rank, x_stride, part, parts,
-        RANK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-    ):  # fmt: skip
-        """One part of the sums x A^T, [rows, RANK]."""
-        lane = tl.arange(0, RANK)
-        sums = tl.zeros((row.shape[0], RANK), tl.float32)
-        for start in range(part * BLOCK, k_size, parts * BLOCK):
-            k = start + tl.arange(0, BLOCK)
-            within = (k < k_size)[None, :]
-            inputs = tl.load(x + row[:, None] * x_stride + k[None, :], inside[:, None] & within, other=0.0)
-            weights = tl.load(matrix + lane[:, None] * k_size + k[None, :], (lane < rank)[:, None] & within, other=0.0)
-            sums = tl.dot(inputs, tl.trans(weights), sums, input_precision=PRECISION)
-        return sums
-
-    @triton.jit
     def _columns(block, size0, size1, size2, BLOCK: tl.constexpr):
         """Of the block-th block of columns: its projection, its columns [BLOCK], and which of them there are."""
         blocks0, blocks1 = tl.cdiv(size0, BLOCK), tl.cdiv(size1, BLOCK)
@@ -144,34 +127,30 @@ if triton is not None:
         column = block * BLOCK + tl.arange(0, BLOCK)
         return projection, begin + column, column < size
 
-    @triton.jit
-    def _outputs(y, matrix, row, inside, column, present, rank, y_stride, RANK: tl.constexpr):
-        """Where sums are added to for these rows and columns, which of them there are, what is there, and B."""
-        lane = tl.arange(0, RANK)
-        weights = tl.load(
-            matrix + column[:, None] * rank + lane[None, :], present[:, None] & (lane < rank)[None, :], other=0.0
-        )
-        target, mask = y + row[:, None] * y_stride + column[None, :], inside[:, None] & present[None, :]
-        return target, mask, tl.load(target, mask, other=0.0).to(tl.float32), weights
-
-    @triton.jit
-    def _add(target, mask, total, hidden, weights, PRECISION: tl.constexpr):
-        """total + hidden B^T."""
-        total += tl.dot(hidden.to(weights.dtype), tl.trans(weights), input_precision=PRECISION)
-        tl.store(target, total.to(target.dtype.element_ty), mask)
-
     @triton.jit(do_not_specialize=["parts", "distance"])
     def _shrink(
         x, a, tiles, h, k_size, rank, x_stride, a_slot, a_projection, h_part, h_projection, distance, parts,
         ROWS: tl.constexpr, COPIES: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+        EARLY: tl.constexpr,
     ):  # fmt: skip
         """One part of the sums x A^T of one tile and one projection, into h [parts, projections, M, rank]."""
+        if EARLY:
+            gdc_wait()
+            gdc_launch_dependents()  # not before: so all that came before this kernel is done when the next one begins
         projection, part = tl.program_id(1), tl.program_id(2)
         row, inside, slot = _rows(tiles, tl.program_id(0), distance, ROWS, COPIES)
         if slot >= 0:
             matrix = a + slot * a_slot + projection * a_projection
-            sums = _sums(x, matrix, row, inside, k_size, rank, x_stride, part, parts, RANK, BLOCK, PRECISION)
             lane = tl.arange(0, RANK)
+            sums = tl.zeros((COPIES * ROWS, RANK), tl.float32)
+            for start in range(part * BLOCK, k_size, parts * BLOCK):
+                k = start + tl.arange(0, BLOCK)
+                within = (k < k_size)[None, :]
+                inputs = tl.load(x + row[:, None] * x_stride + k[None, :], inside[:, None] & within, other=0.0)
+                weights = tl.load(
+                    matrix + lane[:, None] * k_size + k[None, :], (lane < rank)[:, None] & within, other=0.0
+                )
+                sums = tl.dot(inputs, tl.trans(weights), sums, input_precision=PRECISION)
             target = h + part * h_part + projection * h_projection + row[:, None] * rank + lane[None, :]
             tl.store(target, sums, inside[:, None] & (lane < rank)[None, :])
 
@@ -179,102 +158,71 @@ if triton is not None:
     def _expand(
         y, h, b, tiles, rank, y_stride, b_slot, h_part, h_projection, distance, parts, size0, size1, size2,
         ROWS: tl.constexpr, COPIES: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+        EARLY: tl.constexpr,
     ):  # fmt: skip
         """A block of columns of one projection, for one tile, from h."""
         row, inside, slot = _rows(tiles, tl.program_id(0), distance, ROWS, COPIES)
+        projection, column, present = _columns(tl.program_id(1), size0, size1, size2, BLOCK)
+        lane = tl.arange(0, RANK)
+        ranks = (lane < rank)[None, :]
+        there = present[:, None] & ranks & (slot >= 0)
+        weights = tl.load(b + slot * b_slot + column[:, None] * rank + lane[None, :], there, other=0.0)
+        if EARLY:
+            gdc_wait()
         if slot >= 0:
-            projection, column, present = _columns(tl.program_id(1), size0, size1, size2, BLOCK)
+            target, mask = y + row[:, None] * y_stride + column[None, :], inside[:, None] & present[None, :]
             # What the sums have nothing to do with is on its way while they are made.
-            target, mask, total, weights = _outputs(
-                y, b + slot * b_slot, row, inside, column, present, rank, y_stride, RANK
-            )
-            lane = tl.arange(0, RANK)
+            total = tl.load(target, mask, other=0.0).to(tl.float32)
             source = h + projection * h_projection + row[:, None] * rank + lane[None, :]
             hidden = tl.zeros((COPIES * ROWS, RANK), tl.float32)
             for part in range(parts):
-                hidden += tl.load(source + part * h_part, inside[:, None] & (lane < rank)[None, :], other=0.0)
-            _add(target, mask, total, hidden, weights, PRECISION)
-
-    @triton.jit(do_not_specialize=["distance"])
-    def _both(
-        y, x, a, b, tiles, k_size, rank, x_stride, y_stride, a_slot, a_projection, b_slot, distance,
-        size0, size1, size2, ROWS: tl.constexpr, COPIES: tl.constexpr, RANK: tl.constexpr, BLOCK_K: tl.constexpr,
-        BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    ):  # fmt: skip
-        """A block of columns of one projection, for one tile, from x."""
-        row, inside, slot = _rows(tiles, tl.program_id(0), distance, ROWS, COPIES)
-        if slot >= 0:
-            projection, column, present = _columns(tl.program_id(1), size0, size1, size2, BLOCK_N)
-            target, mask, total, weights = _outputs(
-                y, b + slot * b_slot, row, inside, column, present, rank, y_stride, RANK
-            )
-            matrix = a + slot * a_slot + projection * a_projection
-            hidden = _sums(x, matrix, row, inside, k_size, rank, x_stride, 0, 1, RANK, BLOCK_K, PRECISION)
-            _add(target, mask, total, hidden, weights, PRECISION)
+                hidden += tl.load(source + part * h_part, inside[:, None] & ranks, other=0.0)
+            total += tl.dot(hidden.to(weights.dtype), tl.trans(weights), input_precision=PRECISION)
+            tl.store(target, total.to(target.dtype.element_ty), mask)
 
 
 def lora_add(
     y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, sizes: Sequence[int], rows: AdapterRows
 ) -> None:
-    """The same, by kernels where `y` is on a GPU: for up to three projections and ranks from 16 on."""
-    if triton is None or not y.is_cuda or a.size(2) < _MIN_RANK or len(sizes) > 3:
-        lora_add_torch(y, x, a, b, sizes, rows)
-    elif len(rows.tiles) <= _FEW_TILES:
-        launch_together(y, x, a, b, sizes, rows)
-    else:
-        launch_in_turn(y, x, a, b, sizes, rows)
+    """The same, by kernels where `y` is on a GPU: for up to three projections and ranks from 16 on.
 
-
-def launch_in_turn(
-    y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, sizes: Sequence[int], rows: AdapterRows
-) -> None:
-    """By two kernels; arguments as of `lora_add_torch`, columns of `x`, `y`, and matrices of a slot contiguous."""
+    For them the columns of `x`, of `y`, and of a slot's matrices have to be contiguous.
+    """
     _, projections, rank, k_size = a.shape
-    count = len(rows.tiles)
-    parts = 1
+    if triton is None or not y.is_cuda or rank < _MIN_RANK or projections > 3:
+        lora_add_torch(y, x, a, b, sizes, rows)
+        return
+    count, parts = len(rows.tiles), 1
     while parts < _MOST_PARTS and 2 * parts * _PART_K <= k_size and parts * count * projections < _ENOUGH_PROGRAMS:
         parts *= 2
     h = torch.empty(parts, projections, rows.count, rank, dtype=torch.float32, device=y.device)
-    shape, precision = _shape(rows, rank, y.dtype)
+    shape, distance = (TILE_ROWS, rows.copies, triton.next_power_of_2(rank)), rows.count // rows.copies
+    precision = "ieee" if y.dtype == torch.float32 else "tf32"
+    early = _launches_early(y.device)
     _shrink[(count, projections, parts)](
         x, a, rows.tiles, h, k_size, rank, x.stride(0), a.stride(0), a.stride(1), h.stride(0), h.stride(1),
-        rows.count // rows.copies, parts, *shape, _block_k(rank, y.dtype, 128), precision, num_warps=4, num_stages=3,
+        distance, parts, *shape, _block_k(rank, y.dtype), precision, early, num_warps=4, num_stages=4, launch_pdl=early,
     )  # fmt: skip
-    block = _WIDE_N if count * sum(sizes) > 2 * _ENOUGH_PROGRAMS * _WIDE_N else _NARROW_N
+    block = 128 if rank <= _LARGE_RANK else 64
     _expand[(count, sum(triton.cdiv(size, block) for size in sizes))](
-        y, h, b, rows.tiles, rank, y.stride(0), b.stride(0), h.stride(0), h.stride(1), rows.count // rows.copies, parts,
-        *(*sizes, 0, 0)[:3], *shape, block, precision, num_warps=4,
-    )  # fmt: skip
-
-
-def launch_together(
-    y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, sizes: Sequence[int], rows: AdapterRows
-) -> None:
-    """By one kernel; arguments as of `launch_in_turn`."""
-    _, _, rank, k_size = a.shape
-    shape, precision = _shape(rows, rank, y.dtype)
-    _both[(len(rows.tiles), sum(triton.cdiv(size, _TOGETHER_N) for size in sizes))](
-        y, x, a, b, rows.tiles, k_size, rank, x.stride(0), y.stride(0), a.stride(0), a.stride(1), b.stride(0),
-        rows.count // rows.copies, *(*sizes, 0, 0)[:3], *shape, _block_k(rank, y.dtype, 256), _TOGETHER_N, precision,
-        num_warps=4, num_stages=3,
+        y, h, b, rows.tiles, rank, y.stride(0), b.stride(0), h.stride(0), h.stride(1), distance, parts,
+        *(*sizes, 0, 0)[:3], *shape, block, precision, early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
 
 
 def compile_kernels(a: torch.Tensor, b: torch.Tensor, sizes: Sequence[int]) -> None:
     """Have all that `lora_add` may launch for such matrices compiled; arguments as of `lora_add_torch`."""
     x, y = a.new_empty(2, a.size(3)), a.new_empty(2, sum(sizes))
+    nobody = torch.full((1, 3), -1, device=a.device)
     for copies in 1, 2:
-        for tiles in 1, _FEW_TILES + 1, 1 + 2 * _ENOUGH_PROGRAMS * _WIDE_N // sum(sizes):
-            nobody = torch.full((tiles, 3), -1, device=a.device)
-            lora_add(y, x, a, b, sizes, AdapterRows(2, nobody, copies))
+        lora_add(y, x, a, b, sizes, AdapterRows(2, nobody, copies))
 
 
-def _shape(rows: AdapterRows, rank: int, dtype: torch.dtype) -> tuple[tuple[int, int, int], str]:
-    """ROWS, COPIES and RANK of the kernels, and their PRECISION."""
-    precision = "ieee" if dtype == torch.float32 else "tf32"
-    return (TILE_ROWS, rows.copies, triton.next_power_of_2(rank)), precision
+@cache
+def _launches_early(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= _EARLY_LAUNCH
 
 
-def _block_k(rank: int, dtype: torch.dtype, most: int) -> int:
-    """Terms of a sum that are loaded at once: fewer where they would not fit the shared memory."""
-    return most // (dtype.itemsize // 2) // (1 if rank <= _LARGE_RANK else 4)
+def _block_k(rank: int, dtype: torch.dtype) -> int:
+    """Terms of a sum that are loaded at once: fewer where more would not fit the shared memory."""
+    return 128 // (dtype.itemsize // 2) // (1 if rank <= _LARGE_RANK else 4)
