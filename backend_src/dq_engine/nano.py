@@ -62,7 +62,7 @@ def _standing_in(names: tuple[str, ...]) -> Iterator[None]:
 import transformers  # noqa: E402, F401  first: it looks for optional packages when it is imported
 
 with _standing_in(_GPU_ONLY):
-    from nanovllm_voxcpm.engine.lora_manager import LoRARuntime
+    from nanovllm_voxcpm.engine.lora_manager import LoRARuntime, LoRARuntimeEntry
     from nanovllm_voxcpm.layers.audio_vae_v2 import (
         AudioVAEV2,
         CausalConv1d,
@@ -97,6 +97,7 @@ __all__ = [
     "Cpm4Model",
     "LoRAConfig",
     "LoRARuntime",
+    "LoRARuntimeEntry",
     "LoraLayer",
     "NoiseBlock",
     "Snake1d",

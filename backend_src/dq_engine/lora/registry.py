@@ -13,7 +13,7 @@ from dq_engine.lora.adapter_file import read_adapter
 from dq_engine.lora.layers import AdapterWeights, LoraLayers
 from dq_engine.lora.lease import Adapter, Lease
 from dq_engine.lora.loader import SlotLoader
-from dq_engine.nano import LoRARuntime
+from dq_engine.nano import LoRARuntime, LoRARuntimeEntry
 
 NO_ADAPTERS = {"loras_registered": 0, "lora_slots": 0, "lora_loads": 0, "lora_evictions": 0}
 """What an engine without room for adapters counts, in the place of `AdapterRegistry.snapshot`."""
@@ -126,7 +126,7 @@ class AdapterRegistry:
             if holds_slot:
                 self._touch(runtime_id)
             self._runtime.on_sequence_finished(runtime_id, was_running=holds_slot)
-            self._forget_removed()
+            self._forget_removed(lease.adapter)
 
     def preload(self, adapters: dict[str, str]) -> None:
         """Register adapters, name -> path, and load as many as there are slots; returns when they are loaded.
@@ -203,20 +203,26 @@ class AdapterRegistry:
 
     def _retire(self, adapter: Adapter) -> None:
         self._runtime.unregister_lora(f"{adapter.name}@{adapter.version}")
-        self._forget_removed()
+        self._forget_removed(adapter)
 
-    def _forget_removed(self) -> None:
-        """Let go of adapters that the manager has let go of, with their host memory."""
-        present = {entry.adapter_id for entry in self._runtime.list_loras()}
-        for runtime_id in [i for i in self._adapters if i not in present]:
-            adapter = self._adapters.pop(runtime_id)
+    def _forget_removed(self, adapter: Adapter) -> None:
+        """Let go of an adapter that the manager has let go of, with its host memory."""
+        if self._entry(adapter) is None:
+            del self._adapters[adapter.runtime_id]
             for slot in [slot for slot, owner in self._owners.items() if owner is adapter]:
                 del self._owners[slot]
+
+    def _entry(self, adapter: Adapter) -> LoRARuntimeEntry | None:
+        """What the manager knows of an adapter; None if it has let go of it."""
+        try:
+            return self._runtime.get_entry(adapter.runtime_id)
+        except KeyError:
+            return None
 
     def _get_slot(self, lease: Lease) -> bool:
         with self._lock:
             adapter, runtime_id = lease.adapter, lease.adapter.runtime_id
-            running = {e.adapter_id for e in self._runtime.list_loras() if e.gpu_running_ref_count}
+            running = {a.runtime_id for a in self._owners.values() if self._entry(a).gpu_running_ref_count}
             if not self._runtime.can_schedule(running, runtime_id):
                 return False
             self._runtime.on_sequence_started(runtime_id)
@@ -255,7 +261,7 @@ class AdapterRegistry:
         self._on_loaded()
 
     def _describe(self, adapter: Adapter) -> dict:
-        entry = next((e for e in self._runtime.list_loras() if e.adapter_id == adapter.runtime_id), None)
+        entry = self._entry(adapter)
         if entry is None:
             state = "removed"
         elif self._current.get(adapter.name) is not adapter:
