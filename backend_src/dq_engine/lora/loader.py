@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,9 +10,6 @@ import torch
 from dq_engine.lora.layers import AdapterWeights, LoraLayers
 
 logger = logging.getLogger(__name__)
-
-_MOST_UNDER_WAY = 3
-"""Copies at once: enough that the device always has one, and what a step uploads does not wait for many of them."""
 
 
 @dataclass(frozen=True)
@@ -63,24 +59,22 @@ class SlotLoader:
         self._thread.join()
 
     def _run(self) -> None:
-        under_way: deque[tuple[int, _Load, torch.cuda.Event | None, Exception | None]] = deque()
         while True:
             with self._wake:
-                while not self._pending and not under_way and not self._stopped:
+                while not self._pending and not self._stopped:
                     self._wake.wait()
                 if self._stopped:
                     return
-                begin = bool(self._pending) and len(under_way) < _MOST_UNDER_WAY
-                if begin:
-                    slot = next(iter(self._pending))
-                    load = self._pending.pop(slot)
-            if begin:
-                under_way.append((slot, load, *self._try(lambda slot=slot, load=load: self._copy(slot, load))))
-                continue
-            slot, load, copied, error = under_way.popleft()
-            if copied is not None:
-                _, error = self._try(copied.synchronize)
-            self._on_done(slot, load.weights, error)
+                loads, self._pending = self._pending, {}
+            # All are on their way before the first is waited for.
+            copies = [
+                (slot, load, self._try(lambda slot=slot, load=load: self._copy(slot, load)))
+                for slot, load in loads.items()
+            ]
+            for slot, load, (copied, error) in copies:
+                if copied is not None:
+                    _, error = self._try(copied.synchronize)
+                self._on_done(slot, load.weights, error)
 
     def _try(self, action: Callable[[], torch.cuda.Event | None]) -> tuple[torch.cuda.Event | None, Exception | None]:
         """What it returns, and what it raises: of the device, say. The streams that wait must be told."""
