@@ -145,6 +145,50 @@ def test_the_fixed_part_of_a_prefill_is_told_from_its_tokens():
     assert costs.tokens_within(0.12) == pytest.approx(1000, rel=0.05) and costs.tokens_within(0.02) == 0
 
 
+@pytest.mark.parametrize(("sizes", "per_token"), [((100, 110), 3e-4), ((60, 150), 1e-6)], ids=["alike", "unlike"])
+def test_prefills_that_are_alike_do_not_tell_what_a_token_costs(sizes, per_token):
+    """Their times hardly differ: of sizes that are alike that says nothing, and a token counts with its full share."""
+    costs = StepCosts()
+    for tokens in sizes * 20:
+        costs.observe(0, tokens, 0.0315 + 1e-6 * tokens)
+    added = costs.prefill(1000) - costs.prefill(0)
+    assert added == pytest.approx(1000 * per_token, rel=0.05)
+
+
+def streams_with_slack(*slacks: float) -> list[Sequence]:
+    """Streams that at time 10 have so many seconds of audio in hand."""
+    streams = []
+    for slack in slacks:
+        stream = make_sequence(10, 500)
+        stream.generated, stream.prefilled = 20, 10
+        stream.first_patch_at = 10 - (20 * PATCH - slack)
+        streams.append(stream)
+    return streams
+
+
+def test_a_step_takes_seven_tenths_of_the_least_slack():
+    pacer = Pacer(PATCH, 8192, True)
+    pacer.costs.observe(2, 0, 0.02)
+    for tokens in (100, 1000):
+        pacer.costs.observe(0, tokens, 1e-4 * tokens)
+    plan = pacer.plan(streams_with_slack(0.1, 1.0), 10)
+    assert plan.prefill_tokens == pytest.approx((0.7 * 0.1 - 0.02) / 1e-4, abs=1) and not plan.postponed
+
+
+@pytest.mark.parametrize(("least", "waits"), [(0.11, True), (0.12, False)])
+def test_who_is_two_patches_ahead_waits_where_a_step_would_take_more_than_that(least, waits):
+    pacer = Pacer(PATCH, 8192, True)
+    pacer.costs.observe(4, 0, 0.08)
+    streams = streams_with_slack(least, 2 * PATCH - 0.01, 2 * PATCH + 0.01, 1.0)
+    assert pacer.plan(streams, 10).postponed == (set(streams[2:]) if waits else set())
+
+
+def test_nobody_waits_for_himself():
+    pacer = Pacer(PATCH, 8192, True)
+    pacer.costs.observe(2, 0, 0.5)
+    assert pacer.plan(streams_with_slack(0.4, 0.5), 10).postponed == set()
+
+
 def test_a_device_that_cannot_keep_up_with_one_stream_takes_everyone():
     pacer = Pacer(PATCH, 8192, True)
     pacer.costs.observe(1, 0, 0.5)
