@@ -309,6 +309,20 @@ def test_keys_hold_adapter_and_version_after_a_preemption_too(open_engine, alone
     assert engine.snapshot()["preemptions"] > 0
 
 
+@pytest.mark.timeout(60)  # if nobody noticed, it would wait for ever
+def test_a_preload_that_fails_ends_the_start(open_engine, monkeypatch):
+    copy = SlotLoader._copy
+
+    def fail(loader, slot, load):
+        if load.weights.rank == 1:  # the warm-up's
+            return copy(loader, slot, load)
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(SlotLoader, "_copy", fail)
+    with pytest.raises(ValueError, match='^lora_preload: loading the adapter "b" failed: no memory'):
+        open_engine(2, "", lora_preload="b")
+
+
 def test_preloaded(open_engine, alone):
     engine = open_engine(2, "", lora_preload="a, sixth=more/f, b")
     assert states(engine) == {"a": "ready", "sixth": "ready", "b": "registered"}

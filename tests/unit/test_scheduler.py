@@ -94,6 +94,16 @@ def test_a_waiting_stream_leaves_a_block_for_each_running_one():
     assert first.slot == -1 and scheduler.admit(99) == [second]
 
 
+def test_a_waiting_stream_is_admitted_where_that_leaves_exactly_a_block_for_each_running_one():
+    for blocks, fits in ((5, True), (4, False)):
+        scheduler = make_scheduler(blocks)
+        first, second = make_sequence(32, 33), make_sequence(17, 33)  # two blocks each
+        scheduler.add(first)
+        assert scheduler.admit(99) == [first]
+        scheduler.add(second)
+        assert scheduler.admit(99) == [second] * fits
+
+
 def test_nobody_overtakes():
     scheduler = make_scheduler(blocks=4)
     running, big, small = make_sequence(32, 17), make_sequence(33, 33), make_sequence(1, 1)
