@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,28 +131,34 @@ def test_a_manifest_becomes_what_the_server_says(server, folder):
 
 @pytest.mark.slow
 def test_adapters_and_stored_voices(folder, monkeypatch):
-    """From a table, with an adapter that is given on the command line."""
+    """From a table, with an adapter that is given on the command line and one that the environment has loaded."""
     monkeypatch.setenv("DQ_ENGINE_VOICES_DIR", str(folder / "voices"))
     adapter = ROOT / "models" / "adapters" / "kal"
     settings = {"lora_max_loras": 1, "lora_dir": str(adapter.parent), "max_num_seqs": 4}
     config = EngineConfig(model=SMALL, device="cpu", threads=1, realtime=False, **settings)
     rows = {"plain": {}, "adapted": {"lora": "deep"}, "stored": {"voice": "ann"}}
     rows["both"] = rows["adapted"] | rows["stored"]
+    rows["preloaded"] = {"lora": "kal", "seed": 2}
     said = {}
     with DqCoreEngine(config) as engine:
         reference, _ = engine.encode((folder / "voice.wav").read_bytes(), "reference")
         engine.voices.register("ann", reference)
-        engine.register_lora("deep", "kal")
+        for name in ("deep", "kal"):
+            engine.register_lora(name, "kal")
         for id, fields in rows.items():
-            chunks = engine.submit(Request(text=SENTENCES[0], seed=1, **fields))
+            chunks = engine.submit(Request(text=SENTENCES[0], **{"seed": 1} | fields))
             said[id] = pcm16(np.concatenate([chunk.samples for chunk in chunks])).astype(int)
     lines = ["id,text,seed,lora,voice"]
-    lines += [f"{id},{SENTENCES[0]},1,{row.get('lora', '')},{row.get('voice', '')}" for id, row in rows.items()]
+    for id, row in rows.items():
+        lines.append(f"{id},{SENTENCES[0]},{row.get('seed', 1)},{row.get('lora', '')},{row.get('voice', '')}")
     (folder / "m.csv").write_text("\r\n".join(lines))
-    words = [*COMMAND, "m.csv", "out", "--model", SMALL, "--lora", f"deep={adapter}"]
+    for name, value in {"DIR": str(adapter.parent), "MAX_LORAS": "1", "PRELOAD": "kal"}.items():
+        monkeypatch.setenv(f"DQ_ENGINE_LORA_{name}", value)
+    shutil.copytree(adapter, folder / "deep")  # not in that folder
+    words = [*COMMAND, "m.csv", "out", "--model", SMALL, "--lora", "deep=deep"]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("4 spoken, 0 done before, 0 failed; ")
+    assert done.stdout.startswith("5 spoken, 0 done before, 0 failed; ")
     for id, samples in said.items():
         spoken, _ = soundfile.read(folder / "out" / f"{id}.wav", dtype="int16")
         np.testing.assert_allclose(spoken, samples, atol=33)
@@ -159,10 +166,10 @@ def test_adapters_and_stored_voices(folder, monkeypatch):
         assert all(other.size != samples.size or np.abs(other - samples).max() > 330 for other in others)
     more = [*words, "--lora", f"more={adapter}"]  # which none of them uses
     again = subprocess.run(more, cwd=folder, capture_output=True, text=True, timeout=120)
-    assert again.stdout == "nothing to speak: 4 done before, 0 failed\n"
+    assert again.stdout == "nothing to speak: 5 done before, 0 failed\n"
     (folder / "voices" / "ann.safetensors").unlink()  # what was made with it is made anew, or fails
     again = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120)
-    assert again.stdout.startswith("0 spoken, 2 done before, 2 failed; ")
+    assert again.stdout.startswith("0 spoken, 3 done before, 2 failed; ")
     assert 'line 4 (stored): NOT_FOUND: voice: there is no stored voice named "ann"' in again.stderr
 
 

@@ -66,12 +66,17 @@ def generate(
 
 
 def _config(model: str | None, lora: list[str]) -> EngineConfig:
-    settings = {"model": model or "", "realtime": False}
-    if lora:
-        settings |= {"lora_max_loras": min(len(lora), 256), "lora_dir": "/"}
-    config = EngineConfig.from_parameters(settings)
+    config = EngineConfig.from_parameters({"model": model or "", "realtime": False})
     # How many may wait, and how long, is for servers: an item is not to fail because others are spoken.
     update = {"queue_size": _QUEUE_SIZE, "queue_timeout_s": _DAY_S} | ({} if model is None else {"model": model})
+    if lora:  # they may lie anywhere, and those that the environment names where it says
+        below = Path(config.lora_dir or "/").expanduser().resolve()
+        preload = {name: below / path for name, path in config.adapters_to_preload.items()}
+        update |= {
+            "lora_dir": "/",
+            "lora_max_loras": max(config.lora_max_loras, min(len(lora) + len(preload), 256)),
+            "lora_preload": ",".join(f"{name}={path}" for name, path in preload.items()),
+        }
     return config.model_copy(update=update)
 
 
