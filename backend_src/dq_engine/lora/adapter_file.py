@@ -159,7 +159,7 @@ def _check(
                 )
     # Only now may anything be computed with them: a tensor of any shape can be written in a few bytes.
     weights = layers.pack(rank, alpha, a, b)
-    if not weights.row.isfinite().all():
+    if not torch.stack(torch.aminmax(weights.row)).isfinite().all():  # a NaN is both; 40 times as fast as each value's
         for kind, scale in (("lora_A", 1.0), ("lora_B", alpha / rank)):
             for target, tensor in matrices[kind].items():
                 if not (tensor.float() * scale).to(layers.dtype).isfinite().all():
