@@ -19,7 +19,7 @@ from dq_engine.delivery import Delivery
 from dq_engine.errors import RequestError, invalid
 from dq_engine.intake import Intake
 from dq_engine.kv_cache import BlockPool
-from dq_engine.loading import Limits, load
+from dq_engine.loading import Limits, Parts, load
 from dq_engine.loop import EngineLoop
 from dq_engine.lora.lease import Lease
 from dq_engine.lora.registry import NO_ADAPTERS, AdapterRegistry
@@ -59,12 +59,20 @@ class DqCoreEngine:
             CheckpointError: the checkpoint cannot be served.
             ValueError: the settings do not go together, or do not fit the device.
         """
-        progress = progress or (lambda stage, fraction: None)
-        path = resolve_checkpoint(self.config.model)
+        progress, path = progress or (lambda stage, fraction: None), resolve_checkpoint(self.config.model)
         if self.config.tensor_parallel_size == 1:
             parts = load(self.config, path, progress)
         else:
             parts, self._followers = load_with_followers(self.config, path, progress)
+        try:
+            self._serve(parts, progress)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _serve(self, parts: Parts, progress: Callable[[str, float], None]) -> None:
+        """Make the stages of what was loaded, and have them speak."""
         checkpoint, self._limits, self._runner = parts.checkpoint, parts.limits, parts.runner
         self.sample_rate, self.encoder_sample_rate = checkpoint.vae.out_sample_rate, checkpoint.vae.sample_rate
         self.patch_size, self.feat_dim = checkpoint.model.patch_size, checkpoint.model.feat_dim
@@ -86,20 +94,16 @@ class DqCoreEngine:
             self.config.max_prefill_tokens,
             self.config.max_prefill_seqs,
         )
-        self._patch_seconds = self.patch_size * checkpoint.vae.decoder_chunk_size / self.sample_rate
-        pacer = Pacer(
-            self._patch_seconds,
-            self.config.max_num_batched_tokens,
-            self.config.realtime,
-        )
+        self._patch_seconds = self.patch_samples / self.sample_rate
+        pacer = Pacer(self._patch_seconds, self.config.max_num_batched_tokens, self.config.realtime)
         if self.config.voices_dir is not None:
             folder, most = Path(self.config.voices_dir).expanduser(), self.config.voices_max_count
             about = self.feat_dim, self.patch_size, FOR_VOXCPM2 if checkpoint.first_generation else ""
             self.voices = VoiceStore(folder, most, self.config.voices_max_bytes, *about)
         times = StepTimes(self.config.timing, self.config.trace_file, self.config.trace_steps)
         self._encode, self._delivery = EncodeStage(parts.encoder), Delivery(self.sample_rate, times)
-        limits, queue_size = self._limits, self.config.queue_size
-        self._intake = Intake(self._prompts, self._encode, limits.max_num_seqs, queue_size, self._release)
+        slots = self._limits.max_num_seqs
+        self._intake = Intake(self._prompts, self._encode, slots, self.config.queue_size, self._release)
         self._loop = self._intake.loop = EngineLoop(
             scheduler,
             pacer,
@@ -107,7 +111,7 @@ class DqCoreEngine:
             parts.vae,
             times,
             self._delivery,
-            limits.queue_timeout_s,
+            self._limits.queue_timeout_s,
             self._intake.forget,
         )
         if checkpoint.lora is not None:
@@ -120,14 +124,12 @@ class DqCoreEngine:
                 for _ in self._intake.submit(request, None, lease):
                     pass
         except RequestError as error:
-            self.stop()
             raise ValueError(f"the model does not run on this device: {error.message}") from error
         try:
             if self._adapters is not None and self.config.lora_preload:
                 progress("loading adapters", 0.0)
                 self._adapters.preload(self.config.adapters_to_preload)
         except RequestError as error:
-            self.stop()
             raise ValueError(f"lora_preload: {error.message}") from error
         pacer.forget()  # first steps are slow: kernels are compiled, memory is taken
         for rows, seconds in parts.step_seconds.items():
@@ -139,7 +141,6 @@ class DqCoreEngine:
         gc.collect()
         gc.freeze()  # a full collection would go through all that is there by now, 0.15 s in which all streams wait
         progress("warming up", 1.0)
-        return self
 
     def submit(self, request: Request, on_chunk: Callable[[Chunk], None] | None = None) -> Stream:
         """Speak a request.
@@ -280,15 +281,14 @@ class DqCoreEngine:
         }
 
     def stop(self) -> None:
-        """End the engine; streams that still run end with UNAVAILABLE. One that could not start has nothing to end."""
-        if self._loop is None:
-            return
-        closed = self._loop.stop()
-        self._encode.stop(closed)
-        if self._adapters is not None:
-            self._adapters.stop()
-        self._delivery.stop()
-        gc.unfreeze()
+        """End the engine; streams that still run end with UNAVAILABLE. One that could not start has ended by itself."""
+        if self._loop is not None:
+            closed = self._loop.stop()
+            self._encode.stop(closed)
+            if self._adapters is not None:
+                self._adapters.stop()
+            self._delivery.stop()
+            gc.unfreeze()
         if self._followers is not None:
             self._runner.drop_graphs()  # NCCL does not let go of a group that a graph still uses
             self._followers.stop()

@@ -17,6 +17,7 @@ import torch
 from reference.checkpoints import SHAPES, make_checkpoint
 from triton_server import ROOT
 
+from dq_engine import engine
 from dq_engine.engine import DqCoreEngine, EngineConfig, Request
 from dq_engine.errors import CheckpointError
 from dq_engine.serving.messages import Failed
@@ -104,6 +105,17 @@ def test_adapters_are_refused(random_checkpoint):
     settings = {"lora_max_loras": 1, "lora_dir": str(random_checkpoint), "tensor_parallel_size": 2}
     with pytest.raises(ValueError, match="^tensor_parallel_size: adapters need an engine of one GPU"):
         DqCoreEngine(EngineConfig(model=str(random_checkpoint), device="cpu", **settings)).start()
+
+
+def test_a_start_that_fails_leaves_no_process_behind(random_checkpoint, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("the folder is gone")
+
+    monkeypatch.setattr(engine, "VoiceStore", fail)
+    config = {"model": str(random_checkpoint), "tensor_parallel_size": 2, "voices_dir": str(tmp_path), **SETTINGS}
+    with pytest.raises(OSError, match="^the folder is gone"):
+        DqCoreEngine(EngineConfig(**config)).start()
+    assert not _followers()
 
 
 def _followers() -> list[psutil.Process]:
