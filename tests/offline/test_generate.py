@@ -152,8 +152,9 @@ def test_adapters_and_stored_voices(folder, monkeypatch):
     for id, row in rows.items():
         lines.append(f"{id},{SENTENCES[0]},{row.get('seed', 1)},{row.get('lora', '')},{row.get('voice', '')}")
     (folder / "m.csv").write_text("\r\n".join(lines))
-    for name, value in {"DIR": str(adapter.parent), "MAX_LORAS": "1", "PRELOAD": "kal"}.items():
-        monkeypatch.setenv(f"DQ_ENGINE_LORA_{name}", value)
+    (folder / "link, or so").symlink_to(adapter.parent)
+    for name, value in {"DIR": folder / "link, or so", "PRELOAD": "kal"}.items():
+        monkeypatch.setenv(f"DQ_ENGINE_LORA_{name}", str(value))
     shutil.copytree(adapter, folder / "deep")  # not in that folder
     words = [*COMMAND, "m.csv", "out", "--model", SMALL, "--lora", "deep=deep"]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120)
@@ -168,6 +169,10 @@ def test_adapters_and_stored_voices(folder, monkeypatch):
     again = subprocess.run(more, cwd=folder, capture_output=True, text=True, timeout=120)
     assert again.stdout == "nothing to speak: 5 done before, 0 failed\n"
     (folder / "voices" / "ann.safetensors").unlink()  # what was made with it is made anew, or fails
+    monkeypatch.setenv("DQ_ENGINE_LORA_PRELOAD", f"kal={folder / 'deep'}")  # not in the environment's folder
+    refused = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 1 and 'must not hold ".."' in refused.stderr
+    monkeypatch.setenv("DQ_ENGINE_LORA_PRELOAD", "kal")
     again = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120)
     assert again.stdout.startswith("0 spoken, 3 done before, 2 failed; ")
     assert 'line 4 (stored): NOT_FOUND: voice: there is no stored voice named "ann"' in again.stderr

@@ -1,6 +1,7 @@
 """The command `voxcpm-generate`."""
 
 import contextlib
+import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -66,18 +67,23 @@ def generate(
 
 
 def _config(model: str | None, lora: list[str]) -> EngineConfig:
-    config = EngineConfig.from_parameters({"model": model or "", "realtime": False})
+    settings = {"model": model or "", "realtime": False}
+    if lora:
+        settings |= {"lora_max_loras": min(len(lora), 256), "lora_dir": "/"}
+    config = EngineConfig.from_parameters(settings)
     # How many may wait, and how long, is for servers: an item is not to fail because others are spoken.
     update = {"queue_size": _QUEUE_SIZE, "queue_timeout_s": _DAY_S} | ({} if model is None else {"model": model})
-    if lora:  # they may lie anywhere, and those that the environment names where it says
-        below = Path(config.lora_dir or "/").expanduser().resolve()
-        preload = {name: below / path for name, path in config.adapters_to_preload.items()}
-        update |= {
-            "lora_dir": "/",
-            "lora_max_loras": max(config.lora_max_loras, min(len(lora) + len(preload), 256)),
-            "lora_preload": ",".join(f"{name}={path}" for name, path in preload.items()),
-        }
     return config.model_copy(update=update)
+
+
+def _engine_and_adapters(config: EngineConfig, lora: list[str]) -> tuple[EngineConfig, list[tuple[str, Path]]]:
+    """The engine's settings, and what is to be registered: those of the command line may lie anywhere."""
+    if not lora:
+        return config, []
+    # Those that the environment names are below its folder, which may be reached by links.
+    folder = Path(os.path.abspath(Path(config.lora_dir).expanduser()))
+    named = {n: folder.resolve() / os.path.relpath(folder / p, folder) for n, p in config.adapters_to_preload.items()}
+    return config.model_copy(update={"lora_dir": "/", "lora_preload": ""}), [*named.items(), *map(_adapter, lora)]
 
 
 def _adapter(pair: str) -> tuple[str, Path]:
@@ -121,13 +127,14 @@ def _speak(
         todo.sort(key=lambda item: -len(item.row.text))  # long ones last would leave the other slots empty at the end
         for item in todo:
             results.discard(item.id)
-        engine = DqCoreEngine(config)
+        settings, to_register = _engine_and_adapters(config, lora)
+        engine = DqCoreEngine(settings)
         with tqdm(bar_format="{desc}", leave=False, disable=None) as loading:  # a line, on terminals only
             engine.start(lambda stage, done: loading.set_description_str(stage))
         with contextlib.ExitStack() as stack:
             stack.callback(engine.stop)
-            for pair in lora:
-                engine.register_lora(*_adapter(pair))
+            for name, path in to_register:
+                engine.register_lora(name, path)
             began = time.monotonic()
             with tqdm(total=len(todo), unit=" items", mininterval=0.5) as bar:
                 for outcome in speak_all(engine, todo, folder):
